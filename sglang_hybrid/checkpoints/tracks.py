@@ -233,7 +233,7 @@ class _Windows:
         cu_seqlens: Tensor,
     ) -> None:
         starts = cu_seqlens[targets.sequences].long()[:, None]
-        tokens = targets.ends[:, None] + torch.arange(-past, 0)
+        tokens = targets.ends[:, None] + torch.arange(-past, 0, device=targets.ends.device)
         self._tokens = tokens.maximum(starts)
         self._slots = targets.slots
         self._earlier = tokens < starts
