@@ -46,6 +46,7 @@ class Tails:
         far = [i for i, (_, tokens) in enumerate(positions) if tokens >= DELTA_CHUNK]
         rest = [i for i, tokens in enumerate(left) if tokens]
         ends = [begins[sequence] + tokens for sequence, tokens in positions]
+        spans = [range(end - tokens, end) for end, tokens in zip(ends, left, strict=True)]
         self._count = first[-1] if far else 0
         self._has_near, self._has_tails = bool(near), bool(rest)
         moved = put(
@@ -53,10 +54,14 @@ class Tails:
             first,
             near,
             far,
-            [first[positions[i][0]] + positions[i][1] // DELTA_CHUNK - 1 for i in far],
+            [
+                first[sequence] + tokens // DELTA_CHUNK - 1
+                for sequence, tokens in positions
+                if tokens >= DELTA_CHUNK
+            ],
             rest,
-            list(chain(*(range(ends[i] - left[i], ends[i]) for i in rest))),
-            list(accumulate((left[i] for i in rest), initial=0)),
+            list(chain(*spans)),
+            list(accumulate(filter(None, left), initial=0)),
         )
         self._slots, self._starts = slots, starts
         self._cu_starts, self._near, self._far, self._rows = moved[:4]
