@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -32,8 +32,7 @@ from pathlib import Path
 
 import whatthepatch
 
-from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
-from sglang_hybrid.hooks.patching import place_of
+from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, statements
 from sglang_hybrid.hooks.table import HOOKS
 from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
@@ -58,11 +57,6 @@ class Release(Sources):
             return (self._place / path).read_text()
         except (KeyError, OSError):
             return None
-
-    def version(self) -> str | None:
-        """The release's number; None where the files do not say it."""
-        found = re.search(r"= '([\d.]+)'", self.text("sglang/_version.py") or "")
-        return found and found[1]
 
     def has(self, module: str, name: str) -> bool:
         """Whether `from module import name` would find something."""
@@ -114,6 +108,19 @@ def hunks(patch: str) -> dict[str, list[Hunk]]:
             after = [change.line for change in changes if change.new is not None]
             here.append(Hunk(before[0].old - 1, [change.line for change in before], after))
     return found
+
+
+def place_of(wanted: Sequence[str], lines: Sequence[str], near: int) -> int | None:
+    """The index in `lines` nearest to `near` where all of `wanted` stand; None if they do not."""
+    size = len(wanted)
+
+    def stand(at: int) -> bool:
+        return lines[at] == wanted[0] and list(lines[at : at + size]) == list(wanted)
+
+    places = range(len(lines) - size + 1)
+    if near in places and stand(near):
+        return near
+    return min(filter(stand, places), key=lambda at: abs(at - near), default=None)
 
 
 def try_hunk(lines: list[str], hunk: Hunk, moved: int) -> int | None:
@@ -317,7 +324,7 @@ def find_release(what: str, folder: Path) -> Release:
 
 
 def installed() -> Release:
-    """The release that the patches were cut from."""
+    """The release that the patches are cut from."""
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
         raise SystemExit("sglang is not installed here; it is what the release is compared with.")
@@ -331,7 +338,9 @@ def main() -> int:
         "--patches", type=Path, default=ROOT / "patches" / f"sglang-{SGLANG_VERSION}"
     )
     parser.add_argument(
-        "--hashes", action="store_true", help="print the file SHA256 of a port, and nothing else"
+        "--hashes",
+        action="store_true",
+        help="print the SHA256 lines of patched files, and nothing else",
     )
     parser.add_argument(
         "--hook-hashes",
@@ -351,8 +360,7 @@ def main() -> int:
             return 0
         report, failed = check_patches(options.patches, new)
         print(f"# Patches: {failed} fail", *report, sep="\n")
-        known = new.version() if new.version() in SGLANG_VERSIONS else SGLANG_VERSION
-        held, lost = check_hooks(targets, load_hashes(known), new)
+        held, lost = check_hooks(targets, load_hashes(), new)
         print(f"\n# Hooks: {lost} fail", *held, sep="\n")
         bound = {(binding.module, binding.attribute) for binding in BINDINGS}
         changed = list(compare(overrides(package) | bound, old, new))

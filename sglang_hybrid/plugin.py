@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS, platforms
+from sglang_hybrid import SGLANG_VERSION, platforms
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.serving import warm_up
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class UnsupportedSGLang(RuntimeError):
-    """The installed SGLang is no release that this package extends."""
+    """The installed SGLang is not the release that this package extends."""
 
 
 def check_sglang_version() -> None:
-    """Raise `UnsupportedSGLang` unless one of `SGLANG_VERSIONS` is installed."""
+    """Raise `UnsupportedSGLang` unless `SGLANG_VERSION` is installed."""
     try:
         found = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -32,10 +32,10 @@ def check_sglang_version() -> None:
             f"sglang is not installed; install sglang=={SGLANG_VERSION} "
             "(scripts/quickstart.sh does, on a machine with or without a GPU)."
         ) from None
-    if found not in SGLANG_VERSIONS:
+    if found != SGLANG_VERSION:
         raise UnsupportedSGLang(
             f"sglang {found} is installed, but this release of sglang_hybrid extends "
-            f"{' and '.join(SGLANG_VERSIONS)} only; install sglang=={SGLANG_VERSION}."
+            f"{SGLANG_VERSION} only; install sglang=={SGLANG_VERSION}."
         )
 
 

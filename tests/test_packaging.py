@@ -40,7 +40,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         ("kernels", "*.py"),
         ("kernels", "native/*"),
         ("patches", "**/*.patch"),
-        ("patches", "**/SHA256"),
     ],
 )
 def test_a_room_beside_the_package_is_in_the_wheel(

@@ -16,7 +16,6 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang_hybrid.cache.memory.one_memory import OneMemoryCache
 from sglang_hybrid.cache.memory.unified import UnifiedAccount
 from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
-from sglang_hybrid.cache.releases import copy_behind_forwards
 from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
 from sglang_hybrid.cache.tiers.background_copies import Offload
 from sglang_hybrid.cache.tiers.copy_worth import WriteJudge
@@ -176,7 +175,6 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         ]
         if not node_ids:
             return
-        copy_behind_forwards(self.cache_controller, self.forward_stream)
         before = self._host_copies(node_ids)
         first = tree.node_by_id(node_ids[0])
         kept = first.id if first.backuped else first.parent.id

@@ -226,7 +226,7 @@ class HybridRadixCache(HostTierCache):
         floors = [super().swa_retain_floor(req)]
         if self._has_windows_and_states:
             shallowest = self.components[ComponentType.MAMBA].shallowest
-            floors.append(None if shallowest is None else shallowest - self._sliding_window_size)
+            floors.append(None if shallowest is None else shallowest - self.swa_retain_window)
         return min((floor for floor in floors if floor is not None), default=None)
 
     @property

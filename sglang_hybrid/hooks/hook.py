@@ -9,6 +9,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
+from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.hooks.sources import digest, installed_version, loaded_source
 
 
@@ -66,16 +67,13 @@ def is_in_place(target: str) -> bool:
     return target in _held
 
 
-def put_around(
-    module: ModuleType, hooks: Iterable[Hook], sha256: dict[str, str], release: str
-) -> None:
+def put_around(module: ModuleType, hooks: Iterable[Hook], sha256: dict[str, str]) -> None:
     """Put `hooks` around the functions of `module`, which has just been imported.
 
     Args:
         hooks: those whose targets are in `module`; of several on one target, the last one is the
             outermost.
-        sha256: of each target's source in a release of SGLang (`sources.digest`).
-        release: its version, for the error.
+        sha256: of each target's source in `SGLANG_VERSION` (`sources.digest`).
 
     Raises `HookError` for a target that is not there or has another source.
     """
@@ -83,7 +81,7 @@ def put_around(
     for target in dict.fromkeys(hook.target for hook in hooks):
         found = _find(module, target)
         source = None if found is None else loaded_source(_function(found))
-        check(target, source, sha256, release)
+        check(target, source, sha256)
     for hook in hooks:
         owner, name = _owner(module, hook.name)
         raw = vars(owner)[name]
@@ -92,8 +90,8 @@ def put_around(
         _held.add(hook.target)
 
 
-def check(target: str, source: str | None, sha256: dict[str, str], release: str) -> None:
-    """Raise `HookError` unless `source` is that of `target` in `release`; None: it is missing."""
+def check(target: str, source: str | None, sha256: dict[str, str]) -> None:
+    """Raise `HookError` unless `source` is the released one of `target`; None: it is missing."""
     if target not in sha256:
         raise HookError(
             f"sglang_hybrid hooks {target} and has no hash of it; scripts/port.py makes it."
@@ -101,14 +99,14 @@ def check(target: str, source: str | None, sha256: dict[str, str], release: str)
     if source is None:
         raise HookError(
             f"{target}, which sglang_hybrid hooks, is not in the installed sglang "
-            f"{installed_version()}; reinstall sglang=={release}."
+            f"{installed_version()}; reinstall sglang=={SGLANG_VERSION}."
         )
     found = digest(source)
     if found != sha256[target]:
         raise HookError(
             f"{target} of the installed sglang {installed_version()} is not the one of sglang "
-            f"{release}, which sglang_hybrid hooks (sha256 {found[:12]} instead of "
-            f"{sha256[target][:12]}); reinstall sglang=={release}."
+            f"{SGLANG_VERSION}, which sglang_hybrid hooks (sha256 {found[:12]} instead of "
+            f"{sha256[target][:12]}); reinstall sglang=={SGLANG_VERSION}."
         )
 
 

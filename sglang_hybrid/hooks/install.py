@@ -23,22 +23,20 @@ def by_module() -> dict[str, tuple[Hook, ...]]:
     return {name: tuple(hooks) for name, hooks in modules.items()}
 
 
-def on_import(release: str) -> None:
+def on_import() -> None:
     """From now on, hooks are put around the functions of a module when it is imported, which raises
     `HookError` if they cannot be.
-
-    release: of SGLang, whose hashes count.
     """
-    sha256 = load_hashes(release)
+    sha256 = load_hashes()
     for name, hooks in by_module().items():
 
         def take(module: ModuleType, hooks: tuple[Hook, ...] = hooks) -> None:
-            put_around(module, hooks, sha256, release)
+            put_around(module, hooks, sha256)
 
         wrapt.register_post_import_hook(take, name)
 
 
-def verify(root: Path, release: str) -> None:
+def verify(root: Path) -> None:
     """Check all targets in files without importing them; raises `HookError`.
 
     root: the folder that has `sglang/`. The functions are looked for only where a whole file is not
@@ -49,9 +47,9 @@ def verify(root: Path, release: str) -> None:
         file = root / path
         return file.read_text(encoding="utf-8") if file.is_file() else None
 
-    sources, sha256 = Sources(read), load_hashes(release)
+    sources, sha256 = Sources(read), load_hashes()
     files = {path: known for path, known in sha256.items() if path.endswith(".py")}
     if all(digest(read(path) or "") == known for path, known in files.items()):
         return
     for target in dict.fromkeys(hook.target for hook in HOOKS):
-        check(target, sources.source(target), sha256, release)
+        check(target, sources.source(target), sha256)

@@ -10,10 +10,6 @@ A patch file starts with a sentence that says what and why, then one line for ea
 
 then the diff with `a/` and `b/` prefixes. Patches are applied in the order of their numbers; one
 that changes a file a second time is cut against the result of those before it.
-
-Patches are cut from `SGLANG_VERSION`. For each other release of `SGLANG_VERSIONS` a file `SHA256`
-has the hashes, in lines of the same form. There a hunk is applied where its lines are found.
-Patches that only that release needs stand beside the file.
 """
 
 import hashlib
@@ -26,14 +22,13 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 
 import whatthepatch
 
 from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.hooks import install as hooks
-from sglang_hybrid.hooks.sources import installed_version, known_release, parse_hashes
+from sglang_hybrid.hooks.sources import installed_version, parse_hashes
 
 NOTE = " (patched by sglang_hybrid)"
 
@@ -44,11 +39,10 @@ class PatchError(ImportError):
 
 @dataclass(frozen=True)
 class FilePatch:
-    """All changes to one file of a release of SGLang: its hash and the diffs, in order."""
+    """All changes to one file of `SGLANG_VERSION`: its hash and the diffs, in order."""
 
     path: str
     sha256: str
-    release: str = SGLANG_VERSION
     diffs: list[tuple[str, "whatthepatch.patch.diffobj"]] = field(default_factory=list)
 
     @property
@@ -59,7 +53,7 @@ class FilePatch:
         """The error that the installed SGLang has no such file."""
         return PatchError(
             f"{self.path}, which sglang_hybrid patches, is not in the installed sglang "
-            f"{installed_version()}; reinstall sglang=={self.release}."
+            f"{installed_version()}; reinstall sglang=={SGLANG_VERSION}."
         )
 
     def apply(self, released: bytes) -> str:
@@ -69,94 +63,42 @@ class FilePatch:
             names = ", ".join(name for name, _ in self.diffs)
             raise PatchError(
                 f"{self.path} of the installed sglang {installed_version()} is not the file of "
-                f"sglang {self.release} that {names} was cut from (sha256 {found[:12]} instead "
-                f"of {self.sha256[:12]}); reinstall sglang=={self.release}."
+                f"sglang {SGLANG_VERSION} that {names} was cut from (sha256 {found[:12]} instead "
+                f"of {self.sha256[:12]}); reinstall sglang=={SGLANG_VERSION}."
             )
         lines = released.decode().split("\n")
         for name, diff in self.diffs:
             try:
-                lines = list(whatthepatch.apply_diff(_moved(diff, lines), lines))
+                lines = list(whatthepatch.apply_diff(diff, lines))
             except whatthepatch.exceptions.WhatThePatchException as error:
                 raise PatchError(f"patch {name} does not apply to {self.path}: {error}") from None
         return "\n".join(lines)
 
 
-def place_of(wanted: Sequence[str], lines: Sequence[str], near: int) -> int | None:
-    """The index in `lines` nearest to `near` where all of `wanted` stand; None if they do not."""
-    size = len(wanted)
-
-    def stand(at: int) -> bool:
-        return lines[at] == wanted[0] and list(lines[at : at + size]) == list(wanted)
-
-    places = range(len(lines) - size + 1)
-    if near in places and stand(near):
-        return near
-    return min(filter(stand, places), key=lambda at: abs(at - near), default=None)
-
-
-def _moved(
-    diff: "whatthepatch.patch.diffobj", lines: Sequence[str]
-) -> "whatthepatch.patch.diffobj":
-    """`diff` with the line numbers at which the texts of its hunks stand in `lines`.
-
-    A text that is nowhere keeps its numbers, so that applying it fails.
-    """
-    changes, shift = [], 0
-    for _, group in groupby(diff.changes, key=lambda change: change.hunk):
-        hunk = list(group)
-        before = [change for change in hunk if change.old is not None]
-        expected = before[0].old - 1
-        place = place_of([change.line for change in before], lines, expected + shift)
-        shift = shift if place is None else place - expected
-        changes += [
-            change._replace(
-                old=change.old and change.old + shift, new=change.new and change.new + shift
-            )
-            for change in hunk
-        ]
-    return diff._replace(changes=changes)
+def load_patches() -> dict[str, FilePatch]:
+    """All patches, by path of the file changed."""
+    room = files("sglang_hybrid") / "patches" / f"sglang-{SGLANG_VERSION}"
+    return parse_patches(
+        {
+            item.name: item.read_text(encoding="utf-8")
+            for item in room.iterdir()
+            if item.name.endswith(".patch")
+        }
+    )
 
 
-def load_patches(release: str | None = None) -> dict[str, FilePatch]:
-    """The patches for a release of SGLang, by path of the file changed.
-
-    Args:
-        release: one of `SGLANG_VERSIONS`; by default the installed one. Where that is another one,
-            the patches for `SGLANG_VERSION`, which do not apply to it.
-    """
-    release = release or known_release()
-    room = files("sglang_hybrid") / "patches"
-    texts = {
-        item.name: item.read_text(encoding="utf-8")
-        for version in dict.fromkeys((SGLANG_VERSION, release))
-        for item in (room / f"sglang-{version}").iterdir()
-        if item.name.endswith(".patch")
-    }
-    if release == SGLANG_VERSION:
-        return parse_patches(texts)
-    hashes = parse_hashes((room / f"sglang-{release}" / "SHA256").read_text(encoding="utf-8"))
-    return parse_patches(texts, hashes, release)
-
-
-def parse_patches(
-    texts: dict[str, str], hashes: dict[str, str] | None = None, release: str = SGLANG_VERSION
-) -> dict[str, FilePatch]:
-    """Group patch files (name -> text) by the file they change, in the order of their names.
-
-    Args:
-        hashes: of a release's files, by their path, instead of those in the patches.
-        release: whose files they change.
-    """
+def parse_patches(texts: dict[str, str]) -> dict[str, FilePatch]:
+    """Group patch files (name -> text) by the file they change, in the order of their names."""
     patched: dict[str, FilePatch] = {}
     for name in sorted(texts):
-        known = parse_hashes(texts[name]) | (hashes or {})
+        known = parse_hashes(texts[name])
         for diff in whatthepatch.parse_patch(texts[name]):
             if diff.header is None or not diff.changes:
                 continue
             path = diff.header.new_path.removeprefix("b/")
             if path not in known:
                 raise PatchError(f"patch {name} changes {path} but has no SHA256 line for it.")
-            entry = patched.setdefault(path, FilePatch(path, known[path], release))
+            entry = patched.setdefault(path, FilePatch(path, known[path]))
             if entry.sha256 != known[path]:
                 raise PatchError(f"patch {name} names another SHA256 for {path} than those before.")
             entry.diffs.append((name, diff))
@@ -228,7 +170,7 @@ def install() -> None:
             "call install() before anything of sglang.srt."
         )
     sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), finder)
-    hooks.on_import(known_release())
+    hooks.on_import()
 
 
 def verify() -> None:
@@ -248,4 +190,4 @@ def verify() -> None:
         except OSError:
             raise patch.missing() from None
         patch.apply(released)
-    hooks.verify(root, known_release())
+    hooks.verify(root)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 
-from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_hybrid import SGLANG_VERSION
 
 HASH_LINE = re.compile(r"^SHA256 \((?P<name>[^)]+)\) = (?P<hash>[0-9a-f]{64})$", re.MULTILINE)
 
@@ -25,11 +25,11 @@ def parse_hashes(text: str) -> dict[str, str]:
     return {m["name"]: m["hash"] for m in HASH_LINE.finditer(text)}
 
 
-def load_hashes(release: str) -> dict[str, str]:
-    """Hashes of a release of SGLang: of each hooked function, by the hook's target, and of
-    the files that was read for them, by their paths.
+def load_hashes() -> dict[str, str]:
+    """Hashes of `SGLANG_VERSION`: of each hooked function, by the hook's target, and of the files
+    that were read for them, by their paths.
     """
-    file = files("sglang_hybrid") / "hooks" / f"sglang-{release}.sha256"
+    file = files("sglang_hybrid") / "hooks" / f"sglang-{SGLANG_VERSION}.sha256"
     return parse_hashes(file.read_text(encoding="utf-8"))
 
 
@@ -39,14 +39,6 @@ def installed_version() -> str:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return "(no version)"
-
-
-def known_release() -> str:
-    """The release whose hashes count: the installed one, or `SGLANG_VERSION` where that is none of
-    those which this package extends.
-    """
-    installed = installed_version()
-    return installed if installed in SGLANG_VERSIONS else SGLANG_VERSION
 
 
 def digest(source: str) -> str:

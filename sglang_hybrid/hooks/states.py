@@ -62,9 +62,9 @@ def track_nothing(track: Callable[[Any, Any], Any], batch: Any, req: Any) -> Any
     """SGLang tracks no state of its own in a prefill whose checkpoints are planned."""
     if not getattr(batch.tree_cache, "plans_checkpoints", False):
         return track(batch, req)
-    from sglang_hybrid.cache.releases import untracked
+    from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry as Entry
 
-    return untracked(req.kv)
+    return Entry(track_mask=False, track_position=req.kv.mamba_next_track_idx, track_seqlen=-1)
 
 
 def track_at_our_grid(track_grid: Callable[[int], int], tree_page: int) -> int:

@@ -1,6 +1,6 @@
 """All hooks: a function of SGLang, when ours runs, and ours, whose docstring says what it does.
 
-`scripts/port.py RELEASE --hook-hashes` makes `sglang-RELEASE.sha256` beside this file.
+`scripts/port.py RELEASE --hook-hashes` prints `sglang-RELEASE.sha256`, which is beside this file.
 """
 
 from __future__ import annotations

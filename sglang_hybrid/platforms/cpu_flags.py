@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 
-from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.checkpoints.support import EXACT_DRAFTS
 from sglang_hybrid.serving.config import CPU_ATTENTION
 from sglang_hybrid.serving.flag_values import flag_name
@@ -32,23 +30,11 @@ ADAPTERS_ON_CPU = "torch_native"
 """The only --lora-backend in plain torch."""
 
 
-def is_newest() -> bool:
-    """Whether the installed SGLang is the release for which this platform has speculative decoding
-    and SGLang's unified pool.
-    """
-    return importlib.metadata.version("sglang") == SGLANG_VERSION
-
-
 def check_flags(flags: argparse.Namespace) -> None:
     """Raise `StartupError` for a flag that cannot work on this platform."""
     for name, why in NOT_ON_CPU.items():
         if getattr(flags, name, None):
             raise StartupError(f"{flag_name(name)} does not work on the CPU: {why}; leave it out.")
-    if getattr(flags, "enable_unified_memory", False) and not is_newest():
-        raise StartupError(
-            f"--enable-unified-memory works on the CPU with SGLang {SGLANG_VERSION} only; leave it "
-            "out."
-        )
     _check_drafts(flags)
     for name, known in ON_CPU.items():
         given = getattr(flags, name, None)
@@ -69,11 +55,6 @@ def _check_drafts(flags: argparse.Namespace) -> None:
     algorithm = (flags.speculative_algorithm or "").upper()
     if not algorithm:
         return
-    if not is_newest():
-        raise StartupError(
-            f"--speculative-algorithm works on the CPU with SGLang {SGLANG_VERSION} only; leave it "
-            "out."
-        )
     if algorithm not in EXACT_DRAFTS:
         raise StartupError(
             f"--speculative-algorithm {algorithm} does not work on the CPU; use one of "

@@ -6,7 +6,6 @@ Decided from the command line, before the model is loaded.
 from __future__ import annotations
 
 import argparse
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +94,8 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
 
 
 def check_disk(flags: argparse.Namespace, options: HybridConfig) -> None:
-    """Raise `StartupError` for flags of the disk tier on a server that has none, and for that tier
-    on SGLang 0.5.22, which does not tell a storage backend what it stores.
-    """
+    """Raise `StartupError` for flags of the disk tier on a server that has none."""
     if flags.enable_hierarchical_cache and flags.hicache_storage_backend == "file":
-        if version("sglang") == "0.5.22":
-            raise StartupError(
-                "--hicache-storage-backend file needs SGLang 0.5.23, and 0.5.22 is installed; "
-                "leave it out."
-            )
         shared = options.hybrid_disk_folder.startswith(SHARED)
         for name in ("hybrid_disk_mb", "hybrid_warm_start") if shared else ():
             if getattr(options, name):

@@ -16,8 +16,6 @@ import torch
 
 from sglang_hybrid.serving.tenants import Tenant
 
-WIDE = (1 << 62) - 1
-
 
 def tell_apart(item: Any, tenant: Tenant) -> None:
     """Make the token ids that stand for `item` (a MultimodalDataItem that has its hash) in the tree
@@ -27,13 +25,7 @@ def tell_apart(item: Any, tenant: Tenant) -> None:
     digest = sha256(item.hash.to_bytes(8, "big"))
     for part in _parts(item):
         digest.update(sha256(part).digest())
-    if hasattr(item, "set_identity"):
-        item.set_identity(digest.digest())
-    else:  # 0.5.22 has one id for each item, of 30 bits
-        from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
-
-        item.set_hash(int.from_bytes(digest.digest()[:8], "big"))
-        item.pad_value = MM_PAD_SHIFT_VALUE + (item.hash & WIDE)
+    item.set_identity(digest.digest())
     digest.update(repr(tenant).encode())
     item.hash = int.from_bytes(digest.digest()[:8], "big")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import SHARED
 from sglang_hybrid.storage import weights
@@ -60,13 +58,6 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
         self.config = storage_config
         self.registered_pools: dict[str, Any] = {}
         self.store: Store | None = None
-        if not hasattr(HiCacheStorage, "on_host_pools_registered"):
-            logger.error(  # an engine prints nothing below that
-                "sglang_hybrid: the disk tier is off: --hicache-storage-backend file needs SGLang "
-                "%s, and %s is installed; nothing is kept on disk.",
-                SGLANG_VERSION,
-                version("sglang"),
-            )
 
     def on_host_pools_registered(self) -> None:
         """All pools are known now, and with them what an object of each looks like."""
@@ -85,15 +76,14 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
 
     def _open(self, pools: dict[str, Any]) -> Store:
         config = self.config
-        dcp_size = getattr(config, "dcp_size", 1)  # not in 0.5.22
-        if dcp_size > 1:
+        if config.dcp_size > 1:
             raise Unidentified("KV whose tokens ranks divide (--dcp-size) is not kept on disk")
         facts = {
             **served_model(),
             "pools": {
                 str(name): _pool_facts(pool, config.pp_size) for name, pool in sorted(pools.items())
             },
-            "ranks": [config.tp_size, config.pp_size, config.attn_cp_size, dcp_size],
+            "ranks": [config.tp_size, config.pp_size, config.attn_cp_size, config.dcp_size],
         }
         options = HybridConfig.from_environment()
         named, extra = options.hybrid_disk_folder, config.extra_config or {}

@@ -48,7 +48,6 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang_hybrid.cache.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
 from sglang_hybrid.cache.memory.granules import GranulePool
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
-from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.checkpoints.last_hidden import Wanted
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.costs.cost import CostModel
@@ -598,7 +597,7 @@ class Server:
         own = 0
         for req in self.running:
             own += req.kv.holds_mamba
-            own += sum(tracking_slots_used(req.kv))
+            own += sum(not empty for empty in req.kv.mamba_ping_pong_empty or ())
         if self._plans:
             own += sum(
                 len(plan.pending_checkpoints) for _, plan in self.cache.plans.planner.in_flight()

@@ -117,9 +117,8 @@ def plainly() -> AbstractContextManager[Any]:
 
 
 class PretendedServer(TieredServer):
-    """Its cache is on `gpu`. loads_under_way: the most that a scheduler lets there be. fenced:
-    SGLang lets copies begin after the forwards under way, as from 0.5.23 on. overlap: forwards have
-    a stream of their own, and not the scheduler's.
+    """Its cache is on `gpu`. loads_under_way: the most that a scheduler lets there be. overlap:
+    forwards have a stream of their own, and not the scheduler's.
     """
 
     loads_under_way = 3
@@ -131,7 +130,6 @@ class PretendedServer(TieredServer):
         sizes: Sizes,
         chunk: int = 0,
         *,
-        fenced: bool = True,
         overlap: bool = True,
     ) -> None:
         self.gpu = gpu
@@ -140,8 +138,7 @@ class PretendedServer(TieredServer):
         super().__init__(cache, sizes, chunk)
         cache.forward_stream = gpu.forwards if overlap else None
         cache.cache_controller.load_fence_stream = gpu.forwards
-        if hasattr(cache.cache_controller, "write_fence_stream"):
-            cache.cache_controller.write_fence_stream = gpu.forwards if fenced else None
+        cache.cache_controller.write_fence_stream = gpu.forwards
 
     def poll(self) -> None:
         self.gpu.poll()
@@ -253,7 +250,6 @@ def pretended_server(
     options: Any,
     chunk: int = 0,
     *,
-    fenced: bool = True,
     overlap: bool = True,
     **more: Any,
 ) -> PretendedServer:
@@ -262,4 +258,4 @@ def pretended_server(
         cache = build_tiered_cache(sizes, options, device="cuda", **more)
     assert isinstance(cache.req_to_token_pool.req_to_token, OnDevice)
     set_speeds(cache, SLOW)
-    return PretendedServer(gpu, cache, sizes, chunk, fenced=fenced, overlap=overlap)
+    return PretendedServer(gpu, cache, sizes, chunk, overlap=overlap)

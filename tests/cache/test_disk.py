@@ -25,9 +25,6 @@ from tests.cache.backends import options
 from tests.cache.disk import FULL, MAMBA, DiskServer, PlainTiers, disk_server
 from tests.cache.driver import Sizes
 from tests.cache.tiers import SLOW
-from tests.releases import needs_disk
-
-pytestmark = needs_disk
 
 TWO_POOLS = Sizes(states=7, kv=160, rows=6, context=128)
 SIZES = {

@@ -24,7 +24,6 @@ from sglang_hybrid.storage.codecs.exactness import apart_if_exact, is_exact_part
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import PollingServer, TieredServer, mark
-from tests.releases import smaller_copies
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
 EXACT = decode_kv_hints_envelope(kv_hints.write(PromptHints(exact=True)))
@@ -94,7 +93,6 @@ class SignedServer(PollingServer):
         self.counted[said, true] += 1
 
 
-@smaller_copies
 @pytest.mark.parametrize("writes", ["write_through", "write_back"])
 def test_nothing_inexact_is_called_exact(writes: str) -> None:
     server = SignedServer.on(SIZES, options("reuse"), policy=writes)

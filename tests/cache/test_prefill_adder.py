@@ -22,7 +22,7 @@ REQUEST = SimpleNamespace()
 
 
 def admission(**given: int) -> _PrefillAdmission:
-    """What SGLang admits; what a release adds to it is 0."""
+    """What SGLang admits; what is not given is 0."""
     return _PrefillAdmission(**{one.name: 0 for one in fields(_PrefillAdmission)} | given)
 
 

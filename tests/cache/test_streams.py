@@ -37,7 +37,6 @@ from tests.cache.pretended_gpu import PACKAGES, Gpu, OnDevice
 from tests.cache.pretended_server import PretendedServer, plainly, pretend, pretended_server
 from tests.cache.test_tiers import serve_at_random
 from tests.examples import seeds
-from tests.releases import sglangs_pool, smaller_copies, waits_listed
 from tests.replay.simulation.tuner.traffic import conversations, requests, templates
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
@@ -95,7 +94,6 @@ def settle(at: PretendedServer) -> None:
         at.poll()
 
 
-@waits_listed
 @pytest.mark.parametrize("writes", ["write_through", "write_back"])
 def test_the_scheduler_waits_for_nothing_that_is_not_listed(
     monkeypatch: pytest.MonkeyPatch, writes: str
@@ -109,7 +107,6 @@ def test_the_scheduler_waits_for_nothing_that_is_not_listed(
     assert victims, "no victim was copied on its way out"
 
 
-@waits_listed
 def test_by_sglangs_direct_copies_it_waits_for_indices(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is `--hicache-io-backend direct`, which `kernel`, the default, is without."""
     at = watched(monkeypatch, "write_back", layout="page_first_direct")
@@ -118,7 +115,6 @@ def test_by_sglangs_direct_copies_it_waits_for_indices(monkeypatch: pytest.Monke
     assert at.gpu.schedule.waits == 0 and at.loads > 5
 
 
-@smaller_copies
 def test_smaller_copies_wait_for_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
     coded_rows.use(CodecPlan.uniform(Codec.BF16))  # that is what the pools' numbers are
     at = watched(monkeypatch, "write_back")
@@ -143,7 +139,6 @@ def test_rows_are_encoded_and_decoded_on_the_device(
     assert all(isinstance(one, OnDevice) for one in (content, *back))
 
 
-@waits_listed
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -225,7 +220,7 @@ def test_waits_that_somebody_adds_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     "sizes",
     [
         SIZES,
-        pytest.param(IN_SGLANGS_POOL, id="SGLang's pool", marks=sglangs_pool),
+        pytest.param(IN_SGLANGS_POOL, id="SGLang's pool"),
         pytest.param(KV_ONLY, id="attention only", marks=SLOW),
         pytest.param(
             Sizes(states=14, kv=256, page=4, extra_buffer=True, grid=4, rows=6, context=128),
@@ -255,7 +250,6 @@ def serve_late(
     return at
 
 
-@sglangs_pool
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(host_tier, "UnifiedAccount"), (MultiEndedAllocator, "_wait_hicache_transfers")],
@@ -279,18 +273,6 @@ def test_without_overlap_scheduling_the_order_is_kept_too(monkeypatch: pytest.Mo
     with pytest.raises(AssertionError, match=r"other tokens|another prefix"):
         for seed in range(12):
             serve_late(monkeypatch, "write_back", seed, overlap=False)
-
-
-def test_copies_of_sglang_0_5_22_begin_after_the_forwards_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By itself it would copy what the forward under way still writes."""
-    for seed in seeds(2):
-        serve_late(monkeypatch, "write_through", seed, fenced=False)
-    monkeypatch.setattr(host_tier, "copy_behind_forwards", lambda *which: None)
-    with pytest.raises(AssertionError, match=r"other tokens|another prefix"):
-        for seed in range(12):
-            serve_late(monkeypatch, "write_through", seed, fenced=False)
 
 
 def without_order_behind_copies(monkeypatch: pytest.MonkeyPatch) -> None:

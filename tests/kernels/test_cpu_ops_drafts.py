@@ -27,7 +27,6 @@ from sglang_hybrid.platforms.cpu_ops import (
     kimi_delta,
     mamba2,
 )
-from tests.releases import drafts_on_cpu
 
 ROWS, NODES = 3, 5
 
@@ -384,7 +383,6 @@ def test_the_accepted_state_becomes_the_requests() -> None:
 
 
 @pytest.mark.slow
-@drafts_on_cpu
 def test_drafts_are_those_of_sglangs_kernels() -> None:
     pytest.importorskip("triton")
     run(["launched_drafts.py"], "not slow", 6, 250)

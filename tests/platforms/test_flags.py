@@ -12,7 +12,6 @@ from sglang_hybrid.platforms.cpu import HybridCpuPlatform
 from sglang_hybrid.platforms.cpu_flags import check_flags
 from sglang_hybrid.serving.startup import StartupError
 from tests.platforms.test_bind_cores import unset_arguments
-from tests.releases import drafts_on_cpu
 
 
 def flags(**given: Any) -> argparse.Namespace:
@@ -24,20 +23,17 @@ def flags(**given: Any) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        pytest.param(
+        (
             {"speculative_algorithm": "DFLASH"},
             "--speculative-algorithm DFLASH does not work on",
-            marks=drafts_on_cpu,
         ),
-        pytest.param(
+        (
             {"speculative_algorithm": "eagle", "speculative_eagle_topk": 4},
             "--speculative-eagle-topk 4 does not work on the CPU",
-            marks=drafts_on_cpu,
         ),
-        pytest.param(
+        (
             {"speculative_algorithm": "NGRAM", "attention_backend": "torch_native"},
             "torch_native knows no drafts",
-            marks=drafts_on_cpu,
         ),
         (
             {"attention_backend": "flashinfer"},

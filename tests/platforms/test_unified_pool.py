@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from sglang_hybrid.platforms.cpu_ops import unified_pool
-from tests.releases import sglangs_pool
-
-pytestmark = sglangs_pool
 
 
 def places(page: int, given: list[int], pages: list[int]) -> list[int]:

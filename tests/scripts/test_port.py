@@ -6,7 +6,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import sglang
 
 from scripts.port import (
     Release,
@@ -18,6 +17,7 @@ from scripts.port import (
     imports,
     installed,
     overrides,
+    place_of,
 )
 from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.hooks.patching import load_patches
@@ -71,6 +71,14 @@ def test_lines_may_have_moved(tmp_path: Path, patches: Path) -> None:
     assert (report, failed) == (["0001-both.patch: applies, 2 hunks at other lines"], 0)
 
 
+def test_the_nearest_of_two_places_counts() -> None:
+    lines = ["a", "b", "c", "a", "b"]
+    found = [place_of(["a", "b"], lines, near) for near in (0, 1, 2, 3, 9)]
+    assert found == [0, 0, 3, 3, 3]
+    assert place_of(["b", "a"], lines, 0) is None
+    assert place_of(["a"] * 6, lines, 0) is None
+
+
 def test_a_hunk_that_fails_is_shown_beside_what_is_there(tmp_path: Path, patches: Path) -> None:
     new = release(tmp_path / "new", OLD.replace("second(a: int)", "second(a: float)"))
     report, failed = check_patches(patches, new)
@@ -114,8 +122,7 @@ def test_hooked_functions_that_are_gone_or_changed_fail(tmp_path: Path) -> None:
 
 def test_the_hashes_of_hooks_are_those_that_the_script_makes() -> None:
     found = hook_hashes([hook.target for hook in HOOKS], installed())
-    assert parse_hashes("\n".join(found)) == load_hashes(sglang.__version__)
-    assert installed().version() == sglang.__version__
+    assert parse_hashes("\n".join(found)) == load_hashes()
 
 
 def test_signatures_are_compared_through_bases_and_imports(tmp_path: Path) -> None:
@@ -149,12 +156,10 @@ def test_names_that_are_gone(tmp_path: Path) -> None:
     assert not new.has("sglang.one", "second") and not new.has("sglang.three", "first")
 
 
-def test_the_installed_release_is_one_that_the_package_was_made_for() -> None:
+def test_the_installed_release_is_the_one_that_the_package_was_made_for() -> None:
     release = installed()
     report, failed = check_patches(ROOT / "patches" / f"sglang-{SGLANG_VERSION}", release)
-    assert not failed
-    if sglang.__version__ == SGLANG_VERSION:
-        assert all(line.endswith(": applies") for line in report)
+    assert not failed and all(line.endswith(": applies") for line in report)
     lines = list(hashes(ROOT / "patches" / f"sglang-{SGLANG_VERSION}", release))
     assert lines == [
         f"SHA256 ({path}) = {patch.sha256}" for path, patch in sorted(load_patches().items())

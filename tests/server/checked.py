@@ -14,7 +14,6 @@ from sglang.srt.managers.scheduler_components.invariant_checker import Scheduler
 
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
-from sglang_hybrid.cache.releases import tracking_slots_used
 
 STEPS_BETWEEN_TREE_CHECKS = 8
 
@@ -67,8 +66,8 @@ def slots_of(kv: Any) -> list[int]:
     slots = [] if kv.mamba_pool_idx is None else kv.mamba_pool_idx.reshape(-1).tolist()
     if kv.mamba_ping_pong_track_buffer is not None:
         tracked = kv.mamba_ping_pong_track_buffer.tolist()
-        used = tracking_slots_used(kv)
-        slots += [slot for slot, there in zip(tracked, used, strict=True) if there]
+        empty = kv.mamba_ping_pong_empty
+        slots += [slot for slot, gone in zip(tracked, empty, strict=True) if not gone]
     return slots
 
 

@@ -13,14 +13,13 @@ import pytest
 import requests
 
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.releases import needs_disk
 from tests.server.client import Serve, ask, cached, hybrid_cache, logprobs, said, same
 from tests.server.crowd import Crowd
 from tests.server.one_memory import all_is_free
 from tests.server.soak import Watched
 from tests.server.test_soak import CHECKED, emptied
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), needs_disk]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SECONDS = 45
 SLOTS = 24

@@ -22,7 +22,6 @@ import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.releases import drafts_on_cpu
 from tests.server.client import (
     STRICT,
     answer,
@@ -102,7 +101,6 @@ def test_states_of_every_kind_arrive(architecture: str, divide: Divide) -> None:
         all_is_given_back(servers)
 
 
-@drafts_on_cpu
 def test_a_draft_head_changes_nothing(
     model_directory: Callable[[str], Path], tmp_path: Path
 ) -> None:

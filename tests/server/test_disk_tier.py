@@ -22,7 +22,6 @@ from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.store_start import open_store
-from tests.releases import needs_disk, smaller_copies
 from tests.server.client import (
     Serve,
     ask,
@@ -44,7 +43,7 @@ FLAGS = (
 PROMPTS = [random_prompt(700, seed=seed) for seed in range(5)]
 KILLS = 10
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_disk]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Cold:
@@ -163,7 +162,6 @@ def test_a_restart_finds_kv_and_states(
         assert not lines(server)
 
 
-@smaller_copies
 def test_smaller_copies_are_found_again_under_their_codec_only(
     tiered: Serve, disk: Path, cold: Cold
 ) -> None:

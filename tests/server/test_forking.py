@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import requests
 
-from tests.releases import needs_disk
 from tests.server.client import Serve, ask, random_prompt, until
 from tests.server.conftest import SPAWNED
 
-pytestmark = [pytest.mark.slow, needs_disk]
+pytestmark = pytest.mark.slow
 
 FLAGS = (
     *("--max-total-tokens", "4000", "--max-mamba-cache-size", "24", "--enable-metrics"),

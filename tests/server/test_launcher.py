@@ -130,7 +130,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         ("port in use", ["cannot listen on 127.0.0.1:", "choose another --port"]),
         slow("too large pools", ["lower --max-total-tokens"]),
         slow("refused by sglang", ["no_buffer only supports page_size=1"]),
-        ("another sglang", ["sglang 0.5.21 is installed", "0.5.23 and 0.5.22 only"]),
+        ("another sglang", ["sglang 0.5.21 is installed", "extends 0.5.23 only"]),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(

@@ -25,7 +25,6 @@ import requests
 
 from sglang_hybrid.serving.server_process import ServerProcess, free_port
 from sglang_hybrid.storage.disk.folder import KEY_VARIABLE
-from tests.releases import needs_disk
 from tests.server.client import (
     Serve,
     answer,
@@ -45,7 +44,6 @@ MASTER = shutil.which("mooncake_master", path=str(Path(sys.executable).parent))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    needs_disk,
     pytest.mark.skipif(MASTER is None, reason="there is no mooncake_master"),
 ]
 

@@ -12,12 +12,11 @@ import pytest
 import requests
 
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.releases import smaller_copies
 from tests.server.client import TOLERANCE, Serve, ask, cached, logprobs, random_prompt, same
 from tests.server.one_memory import SGLANGS_POOL
 from tests.server.test_host_tier import FLAGS, PROMPTS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), smaller_copies]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", params=["one memory", "SGLang's pool"])

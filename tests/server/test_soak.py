@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import pytest
 
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.releases import drafts_on_cpu
 from tests.server.client import (
     STRICT,
     TOLERANCE,
@@ -129,13 +128,7 @@ CONFIGURATIONS = {
 }
 
 
-OF_DRAFTS = ("drafts", "a head in SGLang's pool")
-
-
-@pytest.mark.parametrize(
-    "configuration",
-    [pytest.param(it, marks=drafts_on_cpu if it in OF_DRAFTS else ()) for it in CONFIGURATIONS],
-)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_nothing_is_lost_or_wrong(
     configuration: str, serve: Serve, request: pytest.FixtureRequest
 ) -> None:

@@ -17,7 +17,6 @@ import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.releases import drafts_on_cpu
 from tests.server.client import Serve, ask, flush, random_prompt, said, same
 from tests.server.draft_heads import SAID, Headed, question
 from tests.server.expected import agree, expect
@@ -30,8 +29,6 @@ from tests.server.test_checkpoints import (
     samples_share,
     second_turn_is_cached,
 )
-
-pytestmark = drafts_on_cpu
 
 DRAFTED = 4
 """Tokens that a step reads of each request."""

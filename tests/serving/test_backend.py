@@ -214,15 +214,6 @@ def test_a_storage_backend_below_no_host_is_said_to_do_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_the_disk_needs_a_release_that_tells_it_what_it_stores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    disk = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
-    monkeypatch.setattr(backend, "version", lambda name: "0.5.22")
-    with pytest.raises(StartupError, match=r"file needs SGLang 0\.5\.23"):
-        check_disk(flags("m", **disk), HybridConfig())
-
-
 def test_a_schedule_of_ours_asks_for_our_cache(tmp_path: Path) -> None:
     window = HybridConfig(hybrid_schedule=Schedule.WINDOW)
     path = model(tmp_path, ATTENTION)

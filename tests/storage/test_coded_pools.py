@@ -18,9 +18,6 @@ from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_pools import CodecRefused, coded_state_pool
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
-from tests.releases import smaller_copies
-
-pytestmark = smaller_copies
 
 LAYERS, SLOTS, HEADS, DIM, PAGE = 3, 64, 2, 16, 4
 VALUE_DIM, LATENT, SHARED_KEY = 8, 32, 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
     HiCacheStorageConfig,
     PoolHitPolicy,
     PoolName,
@@ -94,20 +92,6 @@ def set_kv(made: FileBackend, *numbers: int) -> list[torch.Tensor]:
 def states(names: list[str], places: list[int]) -> PoolTransfer:
     tail = PoolHitPolicy.TRAILING_PAGES
     return PoolTransfer(PoolName.MAMBA, torch.tensor(places), keys=names, hit_policy=tail)
-
-
-def test_a_release_without_what_it_needs_is_said_to_have_no_disk(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SGLang 0.5.22 never says which pools there are."""
-    with caplog.at_level(logging.WARNING):
-        FileBackend(config())
-        known = hasattr(HiCacheStorage, "on_host_pools_registered")
-        assert ("the disk tier is off" in caplog.text) == (not known)
-        monkeypatch.delattr(HiCacheStorage, "on_host_pools_registered", raising=False)
-        assert FileBackend(config()).store is None
-    (line,) = [record.getMessage() for record in caplog.records[-1:]]
-    assert "the disk tier is off: --hicache-storage-backend file needs SGLang 0.5.23" in line
 
 
 def test_ranks_share_the_budget() -> None:

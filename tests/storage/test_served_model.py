@@ -14,10 +14,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_hybrid.storage.disk import served_model as module
 from sglang_hybrid.storage.disk.other_models import identity_of
 from sglang_hybrid.storage.disk.served_model import Unidentified, served_model
-from tests.releases import needs_disk
 from tests.storage.test_fingerprint import checkpoint
-
-pytestmark = needs_disk
 
 Identity = Callable[..., str]
 

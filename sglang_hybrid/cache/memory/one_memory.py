@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -29,21 +29,24 @@ class OneMemoryCache(UnifiedRadixCache):
         request_by_type: dict[ComponentType, int],
         tracker: dict[ComponentType, int],
         available_size_targets: dict[ComponentType, tuple[ComponentType, int]] | None = None,
-        **more: Any,
+        *,
+        allocation_reclaim_satisfied: Callable[[], bool] | None = None,
     ) -> None:
         """In one memory a victim of either kind makes room for either, so there is one walk: that
         over states, which ends leaves, too (unified_radix_cache.py:952-1060).
-
-        more: `allocation_reclaim_satisfied`, a function or None, which SGLang 0.5.22 does not have.
         """
         if self.account is None or self.shadow_tree is None:
-            super()._evict_components(request_by_type, tracker, available_size_targets, **more)
+            super()._evict_components(
+                request_by_type,
+                tracker,
+                available_size_targets,
+                allocation_reclaim_satisfied=allocation_reclaim_satisfied,
+            )
             return
-        satisfied: Callable[[], bool] | None = more.get("allocation_reclaim_satisfied")
 
         def enough() -> bool:
-            if satisfied is not None:
-                return satisfied()
+            if allocation_reclaim_satisfied is not None:
+                return allocation_reclaim_satisfied()
             if available_size_targets is None:
                 return all(tracker[what] >= request_by_type[what] for what in tracker)
             return all(

@@ -18,7 +18,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import LRURefreshPhase
 
-from sglang_hybrid.cache.releases import last_visited
 from sglang_hybrid.serving.per_request import PerRequest
 
 if TYPE_CHECKING:
@@ -241,7 +240,7 @@ class TreeMatcher:
             best_match_node=found,
             full_kv_hit_length=depth,
             cache_actions=[],
-            **last_visited(None if node is core.root_node else node.id),
+            last_visited_node_id=None if node is core.root_node else node.id,
         )
         if not adds:
             return result

@@ -22,7 +22,7 @@ def evict_from_host(
     tracker: dict[ComponentType, int],
     device_frees: dict[ComponentType, list[Any]],
     host_frees: dict[ComponentType, list[Any]],
-    **more: Any,
+    cache_actions: list[Any],
 ) -> None:
     """Free `wanted` tokens or states of the host's pool of `component`, or as many as may go
     (SGLang's `drive_host_eviction`, by recency: components/full.py, mamba.py).
@@ -37,7 +37,7 @@ def evict_from_host(
         if node is None:
             return
         if node in tree.evictable_host_leaves:
-            tree._evict_host_leaf(node, tracker, device_frees, host_frees, **more)
+            tree._evict_host_leaf(node, tracker, device_frees, host_frees, cache_actions)
             continue
         whole = not any(child.backuped for child in node.children.values())
         if whole:
@@ -48,9 +48,9 @@ def evict_from_host(
                 part,
                 device_frees,
                 host_frees,
+                cache_actions,
                 target=EvictLayer.HOST,
                 tracker=tracker,
-                **more,
             )
         tree._update_evictable_leaf_sets(node)
         tree._update_duplicate_tracking(node)

@@ -78,12 +78,10 @@ class ShadowedMamba(_HostByValue, RobustMamba):
         tracker: dict[ComponentType, int],
         device_frees: Any,
         host_frees: Any,
-        **more: Any,
+        cache_actions: Any,
     ) -> int | None:
         """One victim: a leaf is returned for SGLang to delete or to demote, an inner node gives up
         its state, of which the host may get a copy first.
-
-        more: `cache_actions`, to which SGLang 0.5.23 adds, and which 0.5.22 does not have.
         """
         if tracker[self.component_type] >= self._wanted:
             return None
@@ -103,7 +101,7 @@ class ShadowedMamba(_HostByValue, RobustMamba):
             tracker=tracker,
             device_frees=device_frees,
             host_frees=host_frees,
-            **more,
+            cache_actions=cache_actions,
         )
         self.tree_core._update_evictable_leaf_sets(node)
         return None

@@ -12,7 +12,6 @@ from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 
-from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.cache.request.lookups import NoSlotForHit
 from sglang_hybrid.cache.tree.kv_components import value_len
 from sglang_hybrid.core.checkpoints.admission import Skip
@@ -182,7 +181,7 @@ class RobustMamba(MambaComponent):
     def _track_the_live_state(self, req: Req, position: int) -> None:
         """Swap the live state for a tracked one: from there SGLang donates it without a copy."""
         pool = self.cache.req_to_token_pool
-        index = tracking_slots_used(req.kv).index(True)
+        index = req.kv.mamba_ping_pong_empty.index(False)
         spare = req.kv.mamba_ping_pong_track_buffer[index].clone()
         pool.set_mamba_ping_pong_slot(req, index, req.kv.mamba_pool_idx)
         req.kv.mamba_pool_idx = spare

@@ -8,7 +8,6 @@ Only names that SGLang reaches on an out-of-tree platform without an accelerator
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hybrid.platforms.cpu_flags import is_newest
 from sglang_hybrid.platforms.cpu_ops import (
     draft_steps,
     draft_trees,
@@ -111,7 +110,7 @@ _STRIDED = {
 }
 """Those between rows that do not follow at once, in SGLang's unified pool."""
 
-DRAFT_BINDINGS: tuple[Binding, ...] = (
+_DRAFT_BINDINGS: tuple[Binding, ...] = (
     Binding(
         "sglang.srt.arg_groups.speculative_hook",
         "_disable_overlap_schedule_for_cpu",
@@ -155,11 +154,11 @@ DRAFT_BINDINGS: tuple[Binding, ...] = (
     Binding(_ALLOCATION, "assign_req_to_token_pool_func", draft_steps.give_slots),
     Binding(f"{_MODELS}.lfm2", "causal_conv1d_update_triton", mamba2.causal_conv1d_update),
 )
-"""For speculative decoding, where the installed SGLang has their names."""
+"""For speculative decoding."""
 
 _UNIFIED = "sglang.srt.mem_cache.allocator.unified_sub_pool"
 
-UNIFIED_BINDINGS: tuple[Binding, ...] = (
+_UNIFIED_BINDINGS: tuple[Binding, ...] = (
     Binding(
         "sglang.srt.mem_cache.kv_cache_configurator",
         "reject_out_of_tree_path",
@@ -182,10 +181,11 @@ UNIFIED_BINDINGS: tuple[Binding, ...] = (
         for name, function in copies.items()
     ),
 )
-"""For one pool of KV and states, in the release whose pool it is."""
+"""For SGLang's unified pool of KV and states."""
 
 BINDINGS: tuple[Binding, ...] = (
-    *(DRAFT_BINDINGS + UNIFIED_BINDINGS if is_newest() else ()),
+    *_DRAFT_BINDINGS,
+    *_UNIFIED_BINDINGS,
     Binding(_UNQUANTIZED, f"{_LINEAR}.apply", linear.apply),
     Binding(_UNQUANTIZED, f"{_LINEAR}.process_weights_after_loading", linear.pack),
     Binding(_UNQUANTIZED, f"{_LINEAR}.restore_weights_before_loading", linear.unpack),
@@ -323,5 +323,5 @@ BINDINGS: tuple[Binding, ...] = (
     ),
 )
 
-STAND_INS = {f"{_DRAFTS}.reconstruct_tree": draft_trees} if is_newest() else {}
+STAND_INS = {f"{_DRAFTS}.reconstruct_tree": draft_trees}
 """SGLang's modules whose import needs `sgl_kernel`, and those that take their place."""

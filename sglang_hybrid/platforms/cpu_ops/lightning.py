@@ -40,7 +40,6 @@ def seg_la_fwd(
     track_lens: Tensor | None = None,
     track_state_indices: Tensor | None = None,
     softmax_scale: float | None = None,
-    **_: object,
 ) -> Tensor:
     """A prefill of a packed batch, a decode step, or drafted tokens: o [T, H, D].
 
@@ -50,7 +49,7 @@ def seg_la_fwd(
     no slot. With ``track_lens`` [b] the state after so many of its tokens goes to
     ``track_state_indices[i]``, where the length is positive and the index not negative. ``caches``
     [m, T / b, H, D, D] make a batch of drafted tokens: states stay, and those behind each token go
-    to rows ``cache_indices`` [b]. SGLang 0.5.22 says how its kernel splits its work, too.
+    to rows ``cache_indices`` [b].
     """
     slopes = decay_scales.flatten().float()
     q = q.float() * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BaseReq,
@@ -31,6 +30,7 @@ from sglang.srt.managers.io_struct import (
     DumperControlReqInput,
     ExpertDistributionReq,
     FreezeGCReq,
+    GetHiCacheL3LayoutReq,
     GetInternalStateReq,
     GetWeightsByNameReqInput,
     InitWeightsSendGroupForRemoteInstanceReqInput,
@@ -62,11 +62,11 @@ ONLY_READ = (
     CheckWeightsReqInput,
     DumperControlReqInput,
     ExpertDistributionReq,
+    GetHiCacheL3LayoutReq,
     GetInternalStateReq,
     GetWeightsByNameReqInput,
     ListExternalCorporaReqInput,
     ProfileReq,
-    *filter(None, [getattr(io_struct, "GetHiCacheL3LayoutReq", None)]),  # not in SGLang 0.5.22
 )
 """What these leave undone changes no answer; those with the attribute `only_reads`, too."""
 

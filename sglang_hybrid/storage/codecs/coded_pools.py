@@ -56,11 +56,7 @@ def kv_tensors(buffer_info: Any) -> list[list[Tensor]]:
 
 def coded_kv_pool(sglangs: type) -> type:
     """The class of KV's host pool, instead of SGLang's where copies are to be smaller."""
-    if chosen().exact:
-        return sglangs
-    if not hasattr(device_pool_info, "MHABufferInfo"):
-        raise CodecRefused(f"--hybrid-tier-codec {chosen()} needs SGLang 0.5.23.")
-    return CodedKVPool
+    return sglangs if chosen().exact else CodedKVPool
 
 
 def coded_state_pool(sglangs: type) -> type:

@@ -18,9 +18,6 @@ from sglang_hybrid.core.memory.account import MemoryKind  # noqa: E402
 from sglang_hybrid.core.memory.shared import SharedMemory  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import UNIFIED, Sizes, build_cache  # noqa: E402
-from tests.releases import sglangs_pool  # noqa: E402
-
-pytestmark = sglangs_pool
 
 KV, STATES = MemoryKind
 

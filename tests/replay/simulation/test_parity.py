@@ -25,7 +25,6 @@ from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.memory.account import MemoryKind
 from tests.cache.backends import options
 from tests.cache.driver import KV_BYTES, UNIFIED, Server, Sizes, build_cache
-from tests.releases import sglangs_pool
 from tests.traces import REPLY_OPENER, TRACES, leave_out_thoughts
 
 TENANTS = "of three tenants: "
@@ -188,7 +187,6 @@ def test_the_simulator_is_the_server_in_one_memory(name: str, policy: str) -> No
     assert one != two
 
 
-@sglangs_pool
 @pytest.mark.parametrize("policy", some(["reuse"], OURS))
 @pytest.mark.parametrize("name", TRACES_OF_BOTH)
 def test_sglangs_pool_is_our_memory(name: str, policy: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +139,6 @@ def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool
 def coded() -> Iterator[None]:
     """Copies below the device are bf16."""
     pytest.importorskip("sglang")
-    if version("sglang") == "0.5.22":
-        pytest.skip("smaller copies need SGLang 0.5.23")
     from sglang_hybrid.storage.codecs import coded_rows
     from sglang_hybrid.storage.codecs.codecs import Codec
 
