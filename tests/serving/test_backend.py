@@ -175,12 +175,9 @@ def test_smaller_copies_need_a_cache_that_marks_them(tmp_path: Path) -> None:
     ("name", "value"),
     [("hybrid_disk_folder", "/var/cache/x"), ("hybrid_disk_mb", 100), ("hybrid_warm_start", 64)],
 )
-def test_flags_of_the_disk_need_a_disk(
-    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_of_the_disk_need_a_disk(name: str, value: Any) -> None:
     given = HybridConfig(**{name: value})
     said = f"^--{name.replace('_', '-')} {value} means nothing without"
-    monkeypatch.setattr(backend, "version", lambda name: "0.5.23")
     disk = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
     check_disk(flags("m", **disk), given)
     for lack in ({"enable_hierarchical_cache": False}, {"hicache_storage_backend": None}):
@@ -190,10 +187,7 @@ def test_flags_of_the_disk_need_a_disk(
 
 
 @pytest.mark.parametrize("name", ["hybrid_disk_mb", "hybrid_warm_start"])
-def test_a_shared_store_has_neither_budget_nor_files(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "version", lambda name: "0.5.23")
+def test_a_shared_store_has_neither_budget_nor_files(name: str) -> None:
     tiers = flags("m", enable_hierarchical_cache=True, hicache_storage_backend="file")
     store = "mooncake://master:50051"
     check_disk(tiers, HybridConfig(hybrid_disk_folder=store))
