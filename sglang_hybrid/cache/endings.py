@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_hybrid.core.returns.hints import Hint
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.cache_fields import fields_of
 from sglang_hybrid.serving.tenants import tenant_of
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Endings:
         by_flag = cache.enable_session_radix_cache
         session = cache.session_refs.session_id_for_req(req) if by_flag else None
         closed = session in cache.session_refs._closed_session_ids
-        hint = kv_hints.read(req.kv_hints).session
+        hint = fields_of(req).hints.session
         if hint is None and session is not None:
             hint = Hint.ENDS if closed else Hint.RETURNS
         if cache.tuning.listens:

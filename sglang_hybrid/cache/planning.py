@@ -11,7 +11,7 @@ from sglang.srt.session.streaming_session import is_virtual_node
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
 from sglang_hybrid.serving.per_request import PerRequest
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.cache_fields import fields_of
 from sglang_hybrid.serving.tenants import tenant_of
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class PrefillPlans:
             shared=self.prefix_wait.shared(req),
             message_starts=message_starts,
             reply_start=0 if was_retracted else reply_start,
-            declared=kv_hints.read(req.kv_hints).positions,
+            declared=fields_of(req).hints.positions,
             is_repeated=self.full_hits.wants(req, self._lookups.hit_len(req)),
         )
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_hybrid.serving.requests.cache_fields import fields_of
 from sglang_hybrid.serving.tenants import stored_under, tenant, tenant_names
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _name(prompt: Any) -> str:
     from sglang_hybrid.storage.codecs.exactness import apart_if_exact
 
     key = stored_under(getattr(prompt, "extra_key", None), prompt.lora_id)
-    key = apart_if_exact(key, getattr(prompt, "kv_hints", None))
+    key = apart_if_exact(key, fields_of(prompt))
     return tenant_names().name(tenant(key, getattr(prompt, "cache_salt", None)))
 
 

@@ -115,16 +115,23 @@ def tell_of_closed_session(controller: Any, request: Any) -> None:
 
 
 def name_tenant(_: None, request: Any, *__: Any, **___: Any) -> None:
-    """A request without an adapter stays out of the adapters' parts of the tree, and one that asks
-    for exact copies out of what may come from others.
-    """
+    """A request without an adapter stays out of the adapters' parts of the tree."""
     from sglang_hybrid.serving.tenants import apart_from_adapters
+
+    if request.lora_id is None and request.extra_key is not None:
+        request.extra_key = apart_from_adapters(request.extra_key)
+
+
+def take_cache_fields(request: Any, _: Any, tokenized: Any, *__: Any, **___: Any) -> None:
+    """A request keeps our fields of the tokenized one that it is made of; in a session, whose
+    prompt is longer than the client's, none. One that asks for exact copies stays out of what may
+    come from others.
+    """
+    from sglang_hybrid.serving.requests.cache_fields import NOTHING, fields_of
     from sglang_hybrid.storage.codecs.exactness import apart_if_exact
 
-    key = request.extra_key
-    if request.lora_id is None and key is not None:
-        key = apart_from_adapters(key)
-    request.extra_key = apart_if_exact(key, request.kv_hints)
+    request.hybrid = fields_of(tokenized) if request.session is None else NOTHING
+    request.extra_key = apart_if_exact(request.extra_key, request.hybrid)
 
 
 def tell_images_apart(_: Any, request: Any, inputs: Any) -> None:

@@ -27,6 +27,7 @@ HOOKS: tuple[Hook, ...] = (
         ("Scheduler.init_request_dispatcher", _AFTER, scheduling.handle_our_requests),
         ("Scheduler._poll_timeout_aborts", _AFTER, scheduling.add_step_messages),
         ("Scheduler.run_batch", _AROUND, scheduling.time_prefill),
+        ("Scheduler._create_generation_req", _AFTER, scheduling.take_cache_fields),
         ("Scheduler._try_apply_padded_mm_input_ids", _BEFORE, scheduling.tell_images_apart),
     ),
     *_in(

@@ -27,9 +27,11 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE, hashed, secret_key
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving import headers
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED
+from sglang_hybrid.serving.requests.cache_fields import COMPOSED, MODULE
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -246,6 +248,7 @@ def _without_key(extra_key: Any, key: str) -> Any:
     """
     if isinstance(extra_key, list):
         return [_without_key(each, key) for each in extra_key]
+    check_key(extra_key)
     if isinstance(extra_key, str) and API_KEY in _sources():
         if key and extra_key.startswith(key):
             return extra_key.removeprefix(key) or None
@@ -289,6 +292,15 @@ class PerTenant(MutableMapping[str, Value]):
 
     def __len__(self) -> int:
         return len(self._values.get(current_tenant(), {}))
+
+
+def check_key(extra_key: object) -> None:
+    """Raise ValueError for a client's extra key that looks like one that the server makes."""
+    if isinstance(extra_key, str) and extra_key.startswith((COMPOSED, MODULE)):
+        raise ValueError(
+            f"extra_key is {shown(extra_key)}; names that begin with {COMPOSED} or {MODULE} are "
+            "the server's own."
+        )
 
 
 def apart_from_adapters(extra_key: str) -> str:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.environ import envs
-from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.allocation import alloc_req_slots
@@ -54,10 +53,11 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import Hint, PromptHints
+from sglang_hybrid.hooks.scheduling import take_cache_fields
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.cache_fields import CacheFields
 from tests.cache.backends import COST
 
 FULL, MAMBA = ComponentType.FULL, ComponentType.MAMBA
@@ -370,7 +370,6 @@ class Server:
         it allows.
         """
         self._rid += 1
-        said = kv_hints.write(PromptHints(tuple(declared), tuple(pins), session))
         req = Req(
             rid=str(self._rid) if rid is None else rid,
             extra_key=extra_key,
@@ -379,8 +378,9 @@ class Server:
             origin_input_text="",
             origin_input_ids=array("q", tokens),
             sampling_params=SamplingParams(temperature=0, max_new_tokens=answer),
-            kv_hints=decode_kv_hints_envelope(said) if said["actions"] else None,
         )
+        said = CacheFields(PromptHints(tuple(declared), tuple(pins), session))
+        take_cache_fields(req, None, SimpleNamespace(hybrid=said))
         req.time_stats.created_time = stamp
         req.priority = 0
         return req

@@ -7,16 +7,17 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hybrid.core.returns.hints import PromptHints
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.hooks.scheduling import take_cache_fields
+from sglang_hybrid.serving.requests.cache_fields import NOTHING, CacheFields
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
@@ -26,7 +27,7 @@ from tests.cache.driver import Sizes
 from tests.cache.tiers import PollingServer, TieredServer, mark
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
-EXACT = decode_kv_hints_envelope(kv_hints.write(PromptHints(exact=True)))
+EXACT = CacheFields(PromptHints(exact=True))
 
 
 @pytest.fixture(autouse=True)
@@ -106,17 +107,18 @@ def test_nothing_inexact_is_called_exact(writes: str) -> None:
 
 
 def test_a_request_says_so_itself() -> None:
-    """SGLang's request object takes its part of the tree from the action (hooks/scheduling.py)."""
+    """SGLang's request object takes its part of the tree from our fields (hooks/scheduling.py)."""
 
-    def key(extra_key: str | None, envelope: Any) -> str | None:
+    def key(extra_key: str | None, fields: CacheFields) -> str | None:
         sampling = SamplingParams(max_new_tokens=1)
-        return Req(
-            "a", "", array("q", [5]), sampling, extra_key=extra_key, kv_hints=envelope
-        ).extra_key
+        req = Req("a", "", array("q", [5]), sampling, extra_key=extra_key)
+        take_cache_fields(req, None, SimpleNamespace(hybrid=fields))
+        found: str | None = req.extra_key
+        return found
 
     assert is_exact_part(key(None, EXACT)) and is_exact_part(key("tenant", EXACT))
-    assert key("tenant", None) == "tenant"
-    assert not is_exact_part(key(key("tenant", EXACT), None)), "no client can name that part"
+    assert key("tenant", NOTHING) == "tenant"
+    assert not is_exact_part(key(key("tenant", EXACT), NOTHING)), "no client can name that part"
 
 
 def test_without_smaller_copies_nothing_is_said() -> None:

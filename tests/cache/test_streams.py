@@ -25,9 +25,8 @@ from sglang_hybrid.cache.request import segments as modular
 from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
 from sglang_hybrid.cache.tiers.background_copies import Offload
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
-from sglang_hybrid.core.returns.hints import Imported
 from sglang_hybrid.prompts.endpoints.positions import shifted
-from sglang_hybrid.serving.requests.kv_hints import composed_key, segment_key
+from sglang_hybrid.serving.requests.cache_fields import Imported, composed_key, segment_key
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
@@ -343,15 +342,16 @@ def test_segments_are_copied_behind_the_forward_that_writes_them(
         at = pretended_server(gpu, KV_ONLY, options("reuse"))
         gpu.waits.clear()
         own = composed_key("a", "b")
-        segment, key = list(range(50, 70)), segment_key(own, 0)
+        segment, key = list(range(50, 70)), segment_key("a", 0)
         req = at.begin(segment, extra_key=key)
         assert not at.prefill_step(req)  # launched
         done = gpu.forwards.done
         at.cache.checkpoint_into_tree(req, up_to=len(segment))
         assert gpu.forwards.done == done, "the forward was to be under way"
-        prompt = RadixKey(at.arrive([*segment, 1]).origin_input_ids, own)
-        asked = Imported(((0, len(segment)),), len(segment))
-        assert at.cache.modular._compose(prompt, asked) == len(segment)
+        other = at.arrive([*segment, 1])
+        prompt = RadixKey(other.origin_input_ids, own)
+        asked = Imported(((0, len(segment)),), len(segment), "a")
+        assert at.cache.modular._compose(other, prompt, asked) == len(segment)
         assert not gpu.waits and gpu.schedule.waits == 0
         gpu.forwards.run()
         found, _ = at.cache.modular._lookup(prompt.token_ids[: len(segment)], prompt, own)

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from sglang_hybrid.core.returns.hints import Imported, PromptHints
+from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.prompts.endpoints.actions import imported_prompt, prepare_prewarm, take_turn
 from sglang_hybrid.prompts.endpoints.prewarm import Prepared, Turns, prefill
 from sglang_hybrid.prompts.schemas.modular import Segment
 from sglang_hybrid.prompts.schemas.resolve import read_prompt
-from sglang_hybrid.serving.requests.kv_hints import composed_key, write
+from sglang_hybrid.serving.requests.kv_hints import write
 
 
 def hints(kind: str, payload: Any = None) -> dict[str, Any]:
@@ -28,7 +28,6 @@ def request(kv_hints: Any, **more: Any) -> Any:
     return SimpleNamespace(**{**fields, **more})
 
 
-SEGMENTS = PromptHints(imported=Imported(((0, 4),), 9))
 PLAN = {"name": "travel-plan", "parameters": {"duration": "a week"}, "imports": ["domestic"]}
 
 
@@ -65,16 +64,6 @@ def test_other_actions_stay_beside_an_import() -> None:
         (hints("hybrid.import", {"name": "s", "at": 1}), {}, "at of hybrid.import is 1"),
         (hints("hybrid.import", {"name": "s"}), {"text": ["a", "b"]}, "of one prompt"),
         (hints("hybrid.import", {"name": "s"}), {"input_ids": [[1], [2]]}, "of one prompt"),
-        (
-            write(SEGMENTS, hints("hybrid.import", {"name": "s"})),
-            {},
-            "kv_hints has hybrid.segments, which only the server itself sends",
-        ),
-        (
-            write(PromptHints((7,)), hints("hybrid.import", {"name": "s", "mode": "modular"})),
-            {},
-            "with mode 'modular' and other actions",
-        ),
     ],
 )
 def test_what_is_malformed_is_named(kv_hints: Any, more: dict[str, Any], sentence: str) -> None:
@@ -185,13 +174,12 @@ def test_modules_are_computed_while_somebody_waits_for_them() -> None:
     pytest.importorskip("sglang")
     from sglang_hybrid.prompts.endpoints.apart import compute_apart
 
-    composed = composed_key(None, ""), None
     segments = [Segment((1, 2), start) for start in range(5)]
     manager, client = Manager(busy=False), Client(looks=2)
     with pytest.raises(ValueError, match="the client went away"):
-        asyncio.run(compute_apart(cast(Any, manager), *composed, segments, cast(Any, client)))
+        asyncio.run(compute_apart(cast(Any, manager), None, None, segments, cast(Any, client)))
     assert len(manager.given) == 2
-    asyncio.run(compute_apart(cast(Any, manager), *composed, segments))
+    asyncio.run(compute_apart(cast(Any, manager), None, None, segments))
     assert len(manager.given) == 2 + len(segments)
 
 

@@ -8,14 +8,14 @@ from typing import Any, get_args
 import pytest
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, PromptTokensDetails
-from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 from transformers import PreTrainedTokenizerFast
 
+from sglang_hybrid.core.returns.hints import NO_HINTS
 from sglang_hybrid.prompts.chats import anthropic, openai
 from sglang_hybrid.prompts.chats.breakpoints import MARK
 from sglang_hybrid.prompts.chats.marks import SECONDS, Breakpoint, MarkedBlock, declare
 from sglang_hybrid.prompts.chats.rendering import encode_chat
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.cache_fields import server_part
 
 MARKED = {"type": "ephemeral"}
 
@@ -145,10 +145,10 @@ def test_a_marked_block_is_pinned_for_its_lifetime(tokenizer: PreTrainedTokenize
         MarkedBlock(ttl, [count * text + MARK], open_ended=False)
         for count, ttl in ((1, "12h"), (2, "5m"))
     ]
-    adapted = SimpleNamespace(input_ids=ids, kv_hints=None)
+    adapted = SimpleNamespace(input_ids=ids)
     found = declare(adapted, tokenizer, 2 * text + "Why?", blocks, process)
     assert [mark.ttl for mark in found] == ["12h", "5m"]
-    pins = kv_hints.read(decode_kv_hints_envelope(adapted.kv_hints)).pins
+    pins = server_part(adapted).hints.pins
     assert [(pin.position, pin.ttl) for pin in pins] == [
         (found[0].position, 43_200),
         (found[1].position, 300),
@@ -163,17 +163,19 @@ def test_a_mark_behind_an_image_is_placed_when_its_tokens_are_known(
     text, image = "The keeper of the archive counts lanterns. ", "<|im_end|>"
     whole = text + image + text
     blocks = [MarkedBlock("1h", [whole + MARK], open_ended=False)]
-    adapted = SimpleNamespace(input_ids=None, text=whole + "Why?", kv_hints=None)
+    adapted = SimpleNamespace(input_ids=None, text=whole + "Why?")
     found = declare(adapted, tokenizer, whole + "Why?", blocks, process)
     ids = tokenizer(whole + "Why?")["input_ids"]
     at, (position,) = ids.index(tokenizer.convert_tokens_to_ids(image)), [m.position for m in found]
     expanded = [*ids[:at], *[ids[at]] * 40, *ids[at + 1 :]]
-    (pin,) = adapted.place_marks(expanded).pins
+    place = server_part(adapted).place
+    assert place is not None
+    (pin,) = place(expanded).pins
     assert (pin.position, pin.ttl) == (position + 39, 3_600)
     assert found == [Breakpoint(position + 39, "1h")]
-    assert adapted.kv_hints is None
-    assert not adapted.place_marks(ids[1:]).pins and not found
-    other = SimpleNamespace(input_ids=None, text="something else", kv_hints=None)
+    assert server_part(adapted).hints == NO_HINTS
+    assert not place(ids[1:]).pins and not found
+    other = SimpleNamespace(input_ids=None, text="something else")
     assert declare(other, tokenizer, whole, blocks, process) == []
 
 
@@ -184,7 +186,7 @@ def test_a_tokenizer_that_fails_costs_the_marks_and_not_the_request() -> None:
         def __call__(self, text: str, **kwargs: Any) -> Any:
             raise RuntimeError("no offsets today")
 
-    adapted = SimpleNamespace(input_ids=[1, 2, 3], kv_hints=None)
+    adapted = SimpleNamespace(input_ids=[1, 2, 3])
     block = MarkedBlock("5m", ["text and more"], open_ended=False)
     assert declare(adapted, Broken(), "text", [block], process) == []
-    assert adapted.kv_hints is None
+    assert server_part(adapted).hints == NO_HINTS

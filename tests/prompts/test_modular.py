@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sglang_hybrid.core.returns.hints import Imported, PromptHints
 from sglang_hybrid.prompts.schemas.modular import Layout, modular, prepared_segments
 from sglang_hybrid.prompts.schemas.resolve import read_prompt, resolve
 from sglang_hybrid.prompts.schemas.schema import read_schema
 from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
-from sglang_hybrid.serving.requests import kv_hints
-from sglang_hybrid.serving.requests.kv_hints import composed_key, segment_key
+from sglang_hybrid.serving.requests.cache_fields import composed_key, segment_key
+from sglang_hybrid.serving.tenants import check_key
 
 SCHEMA = """<schema name="s">ab<module name="one">cde<parameter name="p" length="4"/>fg</module>
 <union><module name="two">hi</module>
@@ -100,35 +100,34 @@ def test_equal_tokens_at_other_places_have_other_keys(tokenizer: PromptTokenizer
     assert len(digests) == 3
 
 
-def test_keys_keep_tenants_apart() -> None:
-    composed = {key: composed_key(key, "d") for key in (None, "", "a", "-")}
-    assert len(set(composed.values())) == 4
-    segments = {segment_key(key, 7) for key in composed.values()}
-    assert len(segments) == 4 and not segments & set(composed.values())
-    assert segment_key(composed["a"], 7) != segment_key(composed["a"], 8)
+keys = st.none() | st.text(alphabet="/+-1Dmodule", max_size=12)
+starts = st.integers(0, 12)
+digests = st.text(alphabet="0123456789abcdef", min_size=1, max_size=3)
 
 
-def test_segments_of_an_exact_request_are_in_its_own_part() -> None:
-    marked = "\0exact\0+" + composed_key("a", "d")
-    assert segment_key(marked, 7) == "\0exact\0+" + segment_key(composed_key("a", "d"), 7)
+@given(keys, keys, starts, starts)
+def test_no_two_segments_share_a_key(
+    one: str | None, two: str | None, first: int, second: int
+) -> None:
+    same = segment_key(one, first) == segment_key(two, second)
+    assert same is ((one, first) == (two, second))
 
 
-@pytest.mark.parametrize("key", [composed_key("a", "d"), segment_key(composed_key("a", "d"), 7)])
+@given(keys, keys, digests, digests, starts)
+def test_no_two_composed_prompts_share_a_key(
+    one: str | None, two: str | None, first: str, second: str, start: int
+) -> None:
+    same = composed_key(one, first) == composed_key(two, second)
+    assert same is ((one, first) == (two, second))
+    assert composed_key(one, first) != segment_key(two, start)
+
+
+@pytest.mark.parametrize("key", [composed_key("a", "d"), segment_key("a", 7)])
 def test_no_client_names_a_key_of_the_servers(key: str) -> None:
-    kv_hints.check_key("a")
-    kv_hints.check_key(None)
+    check_key("a")
+    check_key(None)
     with pytest.raises(ValueError, match="the server's own"):
-        kv_hints.check_key(key)
-
-
-def test_only_the_server_imports() -> None:
-    said = PromptHints(imported=Imported(((0, 4),), 9))
-    asked = kv_hints.write(said)
-    action = SimpleNamespace(**asked["actions"][0])
-    envelope = SimpleNamespace(actions=[action])
-    assert kv_hints.read(envelope, 10, own=True) == said
-    with pytest.raises(ValueError, match=r"the action 'hybrid\.segments'"):
-        kv_hints.read(envelope, 10, own=False)
+        check_key(key)
 
 
 def test_an_unknown_mode_is_refused() -> None:

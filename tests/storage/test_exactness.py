@@ -7,16 +7,15 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
 from sglang_hybrid.core.returns.hints import PromptHints
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.cache_fields import NOTHING, CacheFields
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 from sglang_hybrid.storage.codecs.exactness import apart_if_exact, is_exact_part
 
-EXACT = decode_kv_hints_envelope(kv_hints.write(PromptHints(exact=True)))
+EXACT = CacheFields(PromptHints(exact=True))
 keys = st.none() | st.text(alphabet="\0aexct", max_size=9) | st.just("\0exact\0")
 
 
@@ -31,8 +30,8 @@ def smaller() -> Iterator[None]:
 def test_no_two_tenants_share_a_part(
     one: str | None, two: str | None, one_exact: bool, two_exact: bool
 ) -> None:
-    first = apart_if_exact(one, EXACT if one_exact else None)
-    second = apart_if_exact(two, EXACT if two_exact else None)
+    first = apart_if_exact(one, EXACT if one_exact else NOTHING)
+    second = apart_if_exact(two, EXACT if two_exact else NOTHING)
     assert is_exact_part(first) is one_exact and is_exact_part(second) is two_exact
     assert (first == second) is ((one, one_exact) == (two, two_exact))
 

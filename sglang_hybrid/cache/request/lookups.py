@@ -12,7 +12,7 @@ from sglang_hybrid.cache.request.tree_match import is_plain, resumable_tokens
 from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.checkpoints import batching_window
 from sglang_hybrid.serving.per_request import PerRequest
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.cache_fields import fields_of
 from sglang_hybrid.serving.telemetry.stats import CacheStats, Missed, RequestReport
 from sglang_hybrid.serving.tenants import stored_under
 from sglang_hybrid.storage.codecs.coded_rows import chosen
@@ -190,7 +190,7 @@ class LookUps:
             hit,
             kv_only,
             missed,
-            declared=kv_hints.read(req.kv_hints).positions,
+            declared=fields_of(req).hints.positions,
             has_states=self._cache.is_mamba_enabled,
             found=found,
             composed=self._composed(req),
@@ -198,7 +198,7 @@ class LookUps:
 
     def _composed(self, req: Req) -> int | None:
         """Tokens of segments that were put together for it; None if it has none."""
-        asked = kv_hints.read(req.kv_hints).imported
+        asked = fields_of(req).imported
         if asked is None or not asked.segments:
             return None
         return 0 if req.skip_radix_cache_insert else asked.length

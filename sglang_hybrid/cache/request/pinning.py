@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.core.records.pins import PinRoom, Pins
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.cache_fields import fields_of
 from sglang_hybrid.serving.tenants import tenant_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def pin_published(cache: SglangCache, shadow_tree: ShadowTree, req: Req) -> list
     """Pin what `req` declared as far as it is in the tree now; returns the positions that are
     pinned, ascending. Those that another call will reach are left for it.
     """
-    wanted = kv_hints.read(req.kv_hints).pins
+    wanted = fields_of(req).hints.pins
     if not wanted or req.last_node is None:
         return []
     tenant, pins = tenant_of(req), shadow_tree.tree.pins

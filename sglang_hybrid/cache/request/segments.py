@@ -1,5 +1,6 @@
 """Prompts that are put together from segments: the KV of each is in the tree under a key of its own
-(`prompts/schemas/modular.py` says why, `core/returns/hints.py` how a request names them).
+(`prompts/schemas/modular.py` says why, `serving/requests/cache_fields.py` how a request names
+them).
 
 Before such a prompt is looked up, its segments' KV is copied to the beginning of a path of its own;
 on a GPU by the stream of the forwards, after what they and loads still write.
@@ -19,10 +20,11 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hybrid.cache.sglang_cache import SglangCache
-from sglang_hybrid.core.returns.hints import Imported
 from sglang_hybrid.serving.device_streams import on_stream
 from sglang_hybrid.serving.per_request import PerRequest
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.cache_fields import Imported, fields_of, segment_key
+from sglang_hybrid.serving.tenants import stored_under
+from sglang_hybrid.storage.codecs.exactness import apart_if_exact
 
 if TYPE_CHECKING:
     from array import array
@@ -72,12 +74,12 @@ class ModularPrompts:
     def prepare(self, params: MatchPrefixParams) -> MatchPrefixParams:
         """What to look up for a request: its prompt, or nothing if that must be computed whole."""
         req = params.req
-        asked = None if req is None else kv_hints.read(req.kv_hints).imported
+        asked = None if req is None else fields_of(req).imported
         if req is None or asked is None:
             return params
         known = self._known.get(req)
         if known is None or (known.composed and not self._stored(params.key, asked.length)):
-            known = self._known[req] = Composition(self._compose(params.key, asked))
+            known = self._known[req] = Composition(self._compose(req, params.key, asked))
         whole = asked.segments and not known.composed
         req.position_offset = 0 if whole else asked.position - asked.length
         if not whole:
@@ -91,7 +93,7 @@ class ModularPrompts:
         known = self._known.get(req)
         return None if known is None else known.composed
 
-    def _compose(self, key: RadixKey, asked: Imported) -> int:
+    def _compose(self, req: Req, key: RadixKey, asked: Imported) -> int:
         """Make the path of these segments, and return its tokens; 0 if that is not possible."""
         cache = self._cache
         if not asked.segments or cache.is_mamba_enabled or cache.page_size > 1 or cache.disable:
@@ -104,7 +106,8 @@ class ModularPrompts:
         parts, nodes, at = [], [], 0
         for start, tokens in asked.segments:
             ids = key.token_ids[at : at + tokens]
-            found, node = self._lookup(ids, key, kv_hints.segment_key(key.extra_key, start))
+            under = stored_under(segment_key(asked.extra_key, start), req.lora_id)
+            found, node = self._lookup(ids, key, apart_if_exact(under, fields_of(req)))
             if len(found) < tokens:
                 return 0
             parts.append(found)

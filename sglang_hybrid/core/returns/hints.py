@@ -10,7 +10,6 @@ reads by it, and traces have hints of sessions as their text (`Hint.parse`).
     hybrid.exact       only what comes from exact copies may be hit
     hybrid.prewarm     the prompt is computed and nothing generated (`read_rate`)
     hybrid.import      the prompt begins with modules of a schema (prompts/endpoints/actions.py)
-    hybrid.segments    only in the server's own requests: `Imported`
 
 A position counts tokens from the start of the prompt. What is wrong with a hint is a ValueError
 with one sentence that names the field, its value and what it may be.
@@ -23,7 +22,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 from sglang_hybrid.core.records.pin import PinRequest, Priority
 from sglang_hybrid.core.sentences import shown
@@ -34,7 +33,6 @@ SESSION: Final = "hybrid.session"
 EXACT: Final = "hybrid.exact"
 IMPORT: Final = "hybrid.import"
 PREWARM: Final = "hybrid.prewarm"
-SEGMENTS: Final = "hybrid.segments"
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     CHECKPOINT: ("positions",),
@@ -149,51 +147,51 @@ _UNTIMED: Final = {"end": Hint.ENDS, "return": Hint.RETURNS}
 
 
 @dataclass(frozen=True)
-class Imported:
-    """What a prompt takes from elsewhere in the cache, as the server's own requests say it.
-
-    segments: (position of the first token, tokens) of each. position: of the first token behind
-    all segments.
-    """
-
-    segments: tuple[tuple[int, int], ...]
-    position: int
-
-    @classmethod
-    def from_payload(cls, payload: Mapping[str, Any]) -> Self:
-        """What the payload of `hybrid.segments` says."""
-        segments = tuple((start, length) for start, length in payload["segments"])
-        return cls(segments, payload["position"])
-
-    def payload(self) -> dict[str, Any]:
-        """The payload of `hybrid.segments` that says it."""
-        return {"segments": [list(one) for one in self.segments], "position": self.position}
-
-    @property
-    def length(self) -> int:
-        """Tokens of all segments."""
-        return sum(length for _, length in self.segments)
-
-
-@dataclass(frozen=True)
 class PromptHints:
     """All that one request says.
 
     checkpoints: positions of `hybrid.checkpoint`, ascending. pins: ascending by position, one for
-    each. session: None if it says nothing of it. exact: only exact copies may be hit. imported:
-    None for a prompt that the cache has no segments of.
+    each. session: None if it says nothing of it. exact: only exact copies may be hit.
     """
 
     checkpoints: tuple[int, ...] = ()
     pins: tuple[PinRequest, ...] = ()
     session: Hint | None = None
     exact: bool = False
-    imported: Imported | None = None
 
     @property
     def positions(self) -> tuple[int, ...]:
         """Positions at which a checkpoint is wanted, those of pins among them, ascending."""
         return tuple(sorted({*self.checkpoints, *(pin.position for pin in self.pins)}))
+
+    def joined(self, other: PromptHints) -> PromptHints:
+        """The hints of both; `other` counts about a position that both pin, and about the session.
+        Raises ValueError where they declare more than `MOST_POSITIONS`.
+        """
+        if other == NO_HINTS:
+            return self
+        pins = {pin.position: pin for pin in (*self.pins, *other.pins)}
+        said = PromptHints(
+            tuple(sorted({*self.checkpoints, *other.checkpoints})),
+            tuple(pins[at] for at in sorted(pins)),
+            self.session if other.session is None else other.session,
+            self.exact or other.exact,
+        )
+        said.check_count()
+        return said
+
+    def check_count(self) -> None:
+        """Raise ValueError where more than `MOST_POSITIONS` positions are declared."""
+        count = len(self.positions)
+        if count > MOST_POSITIONS:
+            raise ValueError(
+                f"kv_hints declares {count} positions; a request may declare {MOST_POSITIONS} at "
+                "most."
+            )
+
+
+NO_HINTS: Final = PromptHints()
+"""Those of a request that says nothing."""
 
 
 def check_fields(kind: str, payload: Mapping[str, Any]) -> None:

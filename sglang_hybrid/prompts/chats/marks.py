@@ -15,7 +15,7 @@ from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import MOST_POSITIONS, PromptHints
 from sglang_hybrid.prompts.chats.breakpoints import BlockEnd, token_positions, with_images
 from sglang_hybrid.prompts.chats.rendering import Rendering, render_chat
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.cache_fields import server_part
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def declare(
     that are known, ascending. Of a prompt with images they are known when it has its tokens
     (`serving/requests/checks.py`), and appear in the list then.
 
-    adapted: SGLang's GenerateReqInput of `request`; its `kv_hints` are set. process: renders and
+    adapted: SGLang's GenerateReqInput of `request`; its `server_part` is set. process: renders and
     encodes a request, as SGLang does it.
     """
     ids = adapted.input_ids
@@ -89,9 +89,9 @@ def declare(
             marks[:] = [Breakpoint(at, found[position].ttl) for position, at in places.items()]
             return _hints({mark.position: mark for mark in marks}, [])
 
-        adapted.place_marks = place
+        server_part(adapted).place = place
     elif marks:
-        adapted.kv_hints = kv_hints.write(_hints(found, imported))
+        server_part(adapted).hints = _hints(found, imported)
     return marks
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from sglang_hybrid.core.returns.hints import IMPORT, PREWARM, SEGMENTS, read_rate
+from sglang_hybrid.core.returns.hints import IMPORT, PREWARM, read_rate
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.explain.prompt_route import is_asked_only
 from sglang_hybrid.prompts.endpoints.chat import PromptSchema, prompt_of
@@ -38,8 +38,6 @@ def imported_prompt(request: Any) -> Prompt | None:
     if payload is None:
         return None
     _one_prompt(request, IMPORT)
-    if take(rest, SEGMENTS)[0] is not None:
-        raise ValueError(f"kv_hints has {SEGMENTS}, which only the server itself sends.")
     try:
         prompt = prompt_of(PromptSchema.model_validate(payload))
     except ValidationError as error:
@@ -48,11 +46,6 @@ def imported_prompt(request: Any) -> Prompt | None:
         raise ValueError(
             f"{place} of {IMPORT} is {shown(first['input'])}: {first['msg']}."
         ) from None
-    if prompt.modular and rest is not None:
-        raise ValueError(
-            f"kv_hints has {IMPORT} with mode 'modular' and other actions; in such a prompt they "
-            "have no effect, so leave them out."
-        )
     request.kv_hints = rest
     return prompt
 

@@ -8,14 +8,19 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.returns.hints import Imported, PromptHints
+from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.prompts.endpoints.prewarm import compute, gone_from
 from sglang_hybrid.prompts.schemas.modular import Layout, ModularPrompt, Segment, prepared_segments
 from sglang_hybrid.prompts.schemas.registry import Expanded
 from sglang_hybrid.serving.config import BACKEND
-from sglang_hybrid.serving.requests import kv_hints
-from sglang_hybrid.serving.requests.kv_hints import check_key, composed_key, segment_key
-from sglang_hybrid.serving.tenants import Tenant, tenant
+from sglang_hybrid.serving.requests.cache_fields import (
+    Imported,
+    ServerPart,
+    composed_key,
+    segment_key,
+    server_part,
+)
+from sglang_hybrid.serving.tenants import Tenant, check_key, tenant
 
 if TYPE_CHECKING:
     import fastapi
@@ -50,9 +55,7 @@ def why_whole(manager: TokenizerManager) -> str:
 def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded) -> None:
     """Make `request` one for a prompt of modules. Raises ValueError if it cannot be."""
     check_key(request.extra_key)
-    if expanded.positions:
-        said = PromptHints(tuple(expanded.positions))
-        request.kv_hints = kv_hints.write(said, request.kv_hints)
+    server_part(request).hints = PromptHints(tuple(expanded.positions))
     if expanded.modular is not None:
         expanded.compute_segments = _ask_apart(manager, request, expanded.modular)
     request.expanded = expanded
@@ -75,11 +78,10 @@ def _ask_apart(
             f"has {manager.context_len:,}."
         )
     request.input_ids = prompt.ids
-    request.extra_key = composed_key(request.extra_key, prompt.digest)
-    places = tuple((one.start, len(one.ids)) for one in prompt.segments)
-    said = PromptHints(imported=Imported(places, prompt.position))
-    request.kv_hints = kv_hints.write(said, request.kv_hints)
     key, salt = request.extra_key, request.cache_salt
+    request.extra_key = composed_key(key, prompt.digest)
+    places = tuple((one.start, len(one.ids)) for one in prompt.segments)
+    server_part(request).imported = Imported(places, prompt.position, key)
 
     def compute_segments() -> None:
         task = asyncio.get_running_loop().create_task(
@@ -93,22 +95,21 @@ def _ask_apart(
 
 async def compute_apart(
     manager: TokenizerManager,
-    key: str,
+    extra_key: str | None,
     cache_salt: str | None,
     segments: Iterable[Segment],
     http: fastapi.Request | None = None,
 ) -> None:
-    """Compute each of these segments apart. key: the extra key of prompts made of
-    segments. http: the request that waits for them, if one does; raises ValueError when its client
-    goes away.
+    """Compute each of these segments apart. extra_key: of the client. http: the request that waits
+    for them, if one does; raises ValueError when its client goes away.
     """
     gone = gone_from(http)
     for one in segments:
         if gone is not None and await gone():
             raise ValueError("the client went away before its modules were computed.")
-        owner = tenant(segment_key(key, one.start), cache_salt)
-        hints = kv_hints.write(PromptHints(imported=Imported((), one.start)))
-        await compute(manager, "segment", owner, one.ids, hints, http)
+        owner = tenant(segment_key(extra_key, one.start), cache_salt)
+        part = ServerPart(imported=Imported((), one.start, extra_key))
+        await compute(manager, "segment", owner, one.ids, part, http)
 
 
 async def compute_all(
@@ -123,6 +124,5 @@ async def compute_all(
         raise ValueError(why.replace(", so the prompt was computed as a whole", ""))
     extra_key, cache_salt = own or (None, None)
     segments = prepared_segments(layout)
-    composed = composed_key(extra_key, "")
-    await compute_apart(manager, composed, cache_salt, segments, http)
+    await compute_apart(manager, extra_key, cache_salt, segments, http)
     return {"segments": len(segments), "tokens": sum(len(one.ids) for one in segments)}

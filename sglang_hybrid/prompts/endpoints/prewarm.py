@@ -15,7 +15,7 @@ from sglang_hybrid.core.returns.hints import MOST_POSITIONS, PromptHints
 from sglang_hybrid.prompts.schemas.budget import Plan, best_prefixes
 from sglang_hybrid.prompts.schemas.registry import Registered, Registry
 from sglang_hybrid.prompts.schemas.tree import PrefixNode, as_imports, prefix_tree
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.cache_fields import ServerPart
 from sglang_hybrid.serving.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -128,8 +128,7 @@ async def prefill(
             said = PromptHints(tuple(at for at in positions if at < len(one.ids)))
         else:
             said = PromptHints(pins=tuple(PinRequest(at, *pinned) for at in positions))
-        hints = kv_hints.write(said) if said.positions else None
-        await compute(manager, "prewarm", tenant, one.ids, hints, http)
+        await compute(manager, "prewarm", tenant, one.ids, ServerPart(said), http)
 
 
 async def compute(
@@ -137,11 +136,11 @@ async def compute(
     purpose: str,
     tenant: Tenant,
     ids: Sequence[int],
-    hints: dict[str, Any] | None,
+    part: ServerPart,
     http: fastapi.Request | None,
 ) -> None:
-    """Prefill one prompt of the server itself; nothing is generated. purpose: begins its id. http:
-    the request that waits for it, if one does.
+    """Prefill one prompt of the server itself; nothing is generated. purpose: begins its id. part:
+    what is said of it. http: the request that waits for it, if one does.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -152,9 +151,8 @@ async def compute(
         sampling_params={"max_new_tokens": 0, "temperature": 0},
         extra_key=extra_key,
         cache_salt=cache_salt,
-        kv_hints=hints,
     )
-    request.expanded = Unasked()
+    request.expanded, request.server_part = Unasked(), part
     async for _ in manager.generate_request(request, http):
         pass
 

@@ -242,9 +242,10 @@ async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     """
     pml = getattr(request, "pml", None)
     by = "pml" if pml is not None else hints.IMPORT
-    if pml is not None and getattr(request, "kv_hints", None) is not None:
-        raise ValueError("the request has pml and kv_hints; give one of them.")
-    asked = imported_prompt(request) if pml is None else pml
+    imported = imported_prompt(request)
+    if pml is not None and imported is not None:
+        raise ValueError(f"the request has pml and {hints.IMPORT}; give one of them.")
+    asked = imported if pml is None else pml
     if asked is None:
         return
     for name in ("input_ids", "input_embeds"):

@@ -19,6 +19,8 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, S
 from sglang_hybrid.core.returns.hints import EXACT
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.requests import fields, kv_hints
+from sglang_hybrid.serving.requests.cache_fields import CacheFields, server_part
+from sglang_hybrid.serving.tenants import check_key
 
 if TYPE_CHECKING:
     import fastapi
@@ -45,9 +47,6 @@ SET_BY_THE_SERVER = (
     "custom_labels",  # a label that the metrics do not have ends the server
 )
 
-PLACE_MARKS = "place_marks"
-"""Of a chat with images: what its marked blocks declare, told by its tokens (prompts/chats)."""
-
 INTERNAL = frozenset(
     (
         "stop_strs",
@@ -68,6 +67,14 @@ HEAVY = ("input_ids", "input_text", "mm_inputs", "time_stats")
 _PLACE = re.compile(r" - at `\$\[(?P<index>\d+)\](?P<rest>[^`]*)`")
 
 
+def read_headers(
+    request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Request | None
+) -> None:
+    """Join what the headers of an HTTP request say to the client's own hints. Raises ValueError."""
+    if http is not None and isinstance(request, GenerateReqInput):
+        request.kv_hints = kv_hints.with_headers(request.kv_hints, http.headers)
+
+
 def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Request | None) -> None:
     """SGLang's `normalize_batch_and_arguments`, whose mistakes are ValueErrors here.
 
@@ -79,16 +86,14 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     if not path.startswith("/health"):
         _no_health_check(request.rid)
     _samples(request.sampling_params)
-    if http is not None and isinstance(request, GenerateReqInput):
-        request.kv_hints = kv_hints.with_headers(request.kv_hints, http.headers)
     try:
         request.normalize_batch_and_arguments()
         if not request.is_single:
             for item in range(len(request.rid)):
                 part = request[item]  # SGLang makes the requests of a batch now, and keeps them
-                for name in ("expanded", PLACE_MARKS):
-                    if hasattr(request, name):
-                        setattr(part, name, getattr(request, name))
+                for name in ("expanded", "server_part"):
+                    if name in request.__dict__:
+                        setattr(part, name, copy.copy(getattr(request, name)))
     except (TypeError, LookupError, AttributeError, AssertionError) as error:
         raise ValueError(
             f"the fields of the request do not fit together ({error}); each is one value, or a "
@@ -125,14 +130,19 @@ def check(
         if positions is not None:
             fields.positions(name, positions, len(ids))
     if isinstance(request, GenerateReqInput):
-        own = getattr(request, "expanded", None) is not None
-        place = getattr(request, PLACE_MARKS, None)
-        if place is not None:
-            told = kv_hints.write(place(ids), request.kv_hints)
-            request.kv_hints = io_struct.decode_kv_hints_envelope(told)
-        said = kv_hints.read(request.kv_hints, len(ids), own=own)
-        if not own:
-            kv_hints.check_key(request.extra_key)
+        if getattr(request, "expanded", None) is None:
+            check_key(request.extra_key)
+        part = server_part(request)
+        said = kv_hints.read(request.kv_hints, len(ids))
+        if part.imported is not None and said.positions:
+            raise ValueError(
+                "a prompt of mode 'modular' declares positions in kv_hints, which have no effect "
+                "there; leave them out."
+            )
+        said = said.joined(part.hints)
+        if part.place is not None:
+            said = said.joined(part.place(ids))
+        part.fields = CacheFields(said, part.imported)
         if in_session and said.exact:
             raise ValueError(
                 f"a request of a session asks for {EXACT}; its session's KV may come from "
@@ -164,8 +174,13 @@ def check_tokens(manager: TokenizerManager, tokens: Sequence[Any]) -> None:
         fields.token_ids("tokens", tokens, vocabulary)
 
 
-def check_wire(tokenized: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput) -> None:
-    """The scheduler will be able to read what is about to be sent to it."""
+def to_wire(
+    request: GenerateReqInput | EmbeddingReqInput,
+    tokenized: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput,
+) -> None:
+    """Put our fields on a tokenized request, which the scheduler will be able to read."""
+    if isinstance(request, GenerateReqInput):
+        tokenized.hybrid = server_part(request).fields
     if io_struct._USE_PICKLE_IPC:
         return
     light = copy.copy(tokenized)

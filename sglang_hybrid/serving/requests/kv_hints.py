@@ -18,13 +18,11 @@ from sglang_hybrid.core.returns.hints import (
     CHECKPOINT,
     EXACT,
     IMPORT,
-    MOST_POSITIONS,
+    NO_HINTS,
     PIN,
     PREWARM,
-    SEGMENTS,
     SESSION,
     Hint,
-    Imported,
     PromptHints,
     check_fields,
     read_lifetime,
@@ -50,8 +48,6 @@ EXACT_HEADER = "Exact"
 HINTS_HEADER = "Kv-Hints"
 """The `actions` of `kv_hints`, a list as JSON, where a body has no place for them or loses them."""
 
-NOTHING = PromptHints()
-
 
 class Envelope(Protocol):
     """SGLang's KvHintsEnvelope."""
@@ -59,30 +55,23 @@ class Envelope(Protocol):
     actions: Sequence[Any]
 
 
-def read(
-    envelope: Envelope | None, prompt_len: float = math.inf, *, own: bool = True
-) -> PromptHints:
+def read(envelope: Envelope | None, prompt_len: float = math.inf) -> PromptHints:
     """All that our actions say; the last one about a position, or about the session, counts.
 
     Args:
         envelope: of a request, None if it has none.
-        prompt_len: tokens of its prompt; left out for a request that was checked before.
-        own: the server made the request, so it may pin the end of its prompt and take segments
-            from the cache.
+        prompt_len: tokens of its prompt.
 
     Raises ValueError with one sentence for what a request may not say.
     """
     if envelope is None:
-        return NOTHING
+        return NO_HINTS
     checkpoints: set[int] = set()
     pins: dict[int, PinRequest] = {}
-    session, exact, imported = None, False, None
+    session, exact = None, False
     for action in envelope.actions:
         kind, payload = action.action_type, action.payload
         if not kind.startswith(PREFIX):
-            continue
-        if own and kind == SEGMENTS:
-            imported = imported or Imported.from_payload(payload)
             continue
         _check_kind(action)
         if kind == SESSION:
@@ -94,17 +83,13 @@ def read(
         elif kind == CHECKPOINT:
             checkpoints.update(read_positions(kind, payload, prompt_len))
         else:
-            positions = read_positions(kind, payload, prompt_len + own)
+            positions = read_positions(kind, payload, prompt_len)
             ttl = read_lifetime(f"ttl of {kind}", payload.get("ttl"))
             priority = read_priority(f"priority of {kind}", payload.get("priority", "normal"))
             pins.update((at, PinRequest(at, ttl, priority)) for at in positions)
     by_position = tuple(pins[at] for at in sorted(pins))
-    said = PromptHints(tuple(sorted(checkpoints)), by_position, session, exact, imported)
-    count = len(said.positions)
-    if count > MOST_POSITIONS:
-        raise ValueError(
-            f"kv_hints declares {count} positions; a request may declare {MOST_POSITIONS} at most."
-        )
+    said = PromptHints(tuple(sorted(checkpoints)), by_position, session, exact)
+    said.check_count()
     return said
 
 
@@ -132,7 +117,8 @@ def _check_version(kind: str, version: Any) -> None:
 
 
 def write(said: PromptHints, kv_hints: Any = None) -> Any:
-    """The `kv_hints` of a request, as JSON: what `said` says, behind what they say already.
+    """The `kv_hints` of a client's request, as JSON: what `said` says, behind what they say
+    already.
 
     kv_hints: as the request came: an envelope, None, or a list with one for each prompt of a batch.
     What is no envelope stays, for SGLang to refuse.
@@ -161,8 +147,6 @@ def _actions(said: PromptHints) -> list[dict[str, Any]]:
     ]
     if said.checkpoints:
         payloads.append((CHECKPOINT, {"positions": sorted(said.checkpoints)}))
-    if said.imported is not None:
-        payloads.append((SEGMENTS, said.imported.payload()))
     if said.session is not None:
         payloads.append((SESSION, said.session.payload()))
     if said.exact:
@@ -188,7 +172,7 @@ def with_headers(kv_hints: Any, headers: Mapping[str, str]) -> Any:
     if more is not None:
         try:
             kv_hints = _joined(kv_hints, msgspec.json.decode(more, type=list[dict[str, Any]]))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(
                 f"the header X-Hybrid-{HINTS_HEADER} is no JSON list of actions: {error}."
             ) from None
@@ -239,27 +223,3 @@ def take(kv_hints: Any, kind: str) -> tuple[Mapping[str, Any] | None, Any]:
         raise ValueError(f"the payload of {kind} is {shown(payload)}; it must be an object.")
     rest = [one for one in actions if one is not found[0]]
     return payload, {**envelope, "actions": rest} if rest else None
-
-
-def composed_key(extra_key: str | None, digest: str) -> str:
-    """The extra key under which prompts made of segments are stored, apart from all others of this
-    tenant. digest: of where the segments stand.
-    """
-    return f"modular/{digest}/" + ("-" if extra_key is None else f"+{extra_key}")
-
-
-def segment_key(composed: str, start: int) -> str:
-    """The extra key of a segment that begins at position `start`, for a prompt under the key
-    `composed`. What stands before that key, as the mark of exact requests, stays.
-    """
-    head, _, tenant = composed.split("/", 2)
-    return f"{head.removesuffix('modular')}module/{start}/{tenant}"
-
-
-def check_key(extra_key: object) -> None:
-    """A client's extra key is none of those that the server makes. Raises ValueError."""
-    if isinstance(extra_key, str) and extra_key.startswith(("modular/", "module/")):
-        raise ValueError(
-            f"extra_key is {shown(extra_key)}; names that begin with modular/ or module/ are the "
-            "server's own."
-        )

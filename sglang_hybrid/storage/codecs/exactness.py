@@ -7,14 +7,14 @@ exact requests find each other's prefixes.
 
 from __future__ import annotations
 
-from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.cache_fields import CacheFields
 from sglang_hybrid.storage.codecs.coded_rows import chosen
 
 _MARK = "\0exact\0"
 _ESCAPE = "\0"
 
 
-def apart_if_exact(extra_key: str | None, envelope: kv_hints.Envelope | None) -> str | None:
+def apart_if_exact(extra_key: str | None, fields: CacheFields) -> str | None:
     """The extra key under which a request is stored (hooks/scheduling.py).
 
     No key that a client sends becomes the key of requests that ask for exactness: one that begins
@@ -22,7 +22,7 @@ def apart_if_exact(extra_key: str | None, envelope: kv_hints.Envelope | None) ->
     """
     if chosen().exact:
         return extra_key
-    if kv_hints.read(envelope).exact:
+    if fields.hints.exact:
         return _MARK if extra_key is None else f"{_MARK}+{extra_key}"
     if extra_key is not None and extra_key.startswith(_ESCAPE):
         return _ESCAPE + extra_key

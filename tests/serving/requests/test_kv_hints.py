@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
 from sglang_hybrid.core.records.pin import PinRequest, Priority
-from sglang_hybrid.core.returns.hints import IMPORT, PREWARM, Hint, Imported, PromptHints, read_rate
+from sglang_hybrid.core.returns.hints import IMPORT, PREWARM, Hint, PromptHints, read_rate
 from sglang_hybrid.serving.requests import kv_hints
 
 
@@ -48,14 +48,6 @@ def test_pins_declare_their_positions_and_the_last_word_about_each_counts() -> N
     assert said.pins == (PinRequest(10, 60), PinRequest(20, 0.5, Priority.HIGH))
 
 
-def test_only_the_server_pins_the_end_of_a_prompt() -> None:
-    """A client's prompt cannot be resumed from there: its last token is computed."""
-    asked = envelope(pin([8]))
-    assert kv_hints.read(asked, 8).positions == (8,)
-    with pytest.raises(ValueError, match="in a prompt of 8 tokens a position is"):
-        kv_hints.read(asked, 8, own=False)
-
-
 def test_the_last_word_about_a_session_counts() -> None:
     said = kv_hints.read(envelope(session("end"), checkpoint([3]), session("return")), 8)
     assert said == PromptHints((3,), session=Hint.RETURNS)
@@ -65,9 +57,8 @@ SAID = [
     PromptHints(),
     PromptHints(exact=True),
     PromptHints((3, 7)),
-    PromptHints((2,), (PinRequest(3, 300), PinRequest(5, 60), PinRequest(8, 300, Priority.LOW))),
+    PromptHints((2,), (PinRequest(3, 300), PinRequest(5, 60), PinRequest(7, 300, Priority.LOW))),
     *(PromptHints(session=hint) for hint in (Hint.ENDS, Hint.RETURNS, Hint.after(0.5))),
-    PromptHints(imported=Imported(((0, 4), (7, 2)), 9), session=Hint.ENDS),
 ]
 
 
@@ -108,6 +99,8 @@ def test_what_is_no_envelope_is_left_for_sglang_to_refuse(broken: Any) -> None:
         ({"action_type": "hybrid.checkpoint"}, "positions of hybrid.checkpoint is None"),
         (checkpoint([5], action_version="2"), "version '2' of hybrid.checkpoint"),
         (checkpoint([5], action_type="hybrid.fly"), "the action 'hybrid.fly'"),
+        (checkpoint([5], action_type="hybrid.segments"), "the action 'hybrid.segments'"),
+        (pin([2**63]), "positions[0] of hybrid.pin is 9223372036854775808"),
         (session("maybe"), "says 'maybe' of the session; say 'end' or 'return'."),
         (session(None), "the payload of hybrid.session says None"),
         (session("end", payload={"next": "end", "soon": 1}), "hybrid.session has the field 'soon'"),
@@ -134,7 +127,7 @@ def test_what_is_no_envelope_is_left_for_sglang_to_refuse(broken: Any) -> None:
 )
 def test_what_is_malformed_is_named(action: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as error:
-        kv_hints.read(envelope(action), 31, own=False)
+        kv_hints.read(envelope(action), 31)
     assert sentence in str(error.value)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
@@ -214,7 +207,7 @@ def test_a_header_has_actions_where_a_body_cannot() -> None:
         assert kv_hints.read(both, 8) == PromptHints((3, 7))
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "[{"])
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "[{", '[{"a":' * 5_000], ids=len)
 def test_a_header_without_actions_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="the header X-Hybrid-Kv-Hints is no JSON list of actions"):
         kv_hints.with_headers(None, {"X-Hybrid-Kv-Hints": text})
