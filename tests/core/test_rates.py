@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_hybrid.core.tiers.rates import (
     FEWEST,
     INSTANT,
+    STEP,
     WINDOW,
     LineEstimate,
     Link,
@@ -18,6 +22,7 @@ from sglang_hybrid.core.tiers.rates import (
     Speeds,
     Tier,
 )
+from tests.examples import examples
 
 FIRST = Speeds.of(1e12, host=Link(10e9, 1e-4), disk=Link(1e9, 1e-3))
 
@@ -61,6 +66,38 @@ def test_a_rate_that_changes_is_followed() -> None:
     feed(line, Link(2e9), random_sizes())
     feed(line, Link(8e9), random_sizes())
     assert line.rate == pytest.approx(8e9, rel=0.05)
+
+
+@examples(60)
+@given(
+    before=st.lists(
+        st.tuples(st.integers(1, 10**9), st.floats(1e-4, 1e4)), min_size=8, max_size=64
+    ),
+    sizes=st.lists(st.integers(10**6, 10**9), min_size=1, max_size=WINDOW),
+    late=st.floats(0.001, 1000),
+)
+def test_usual_sizes_are_expected_to_take_what_they_take(
+    before: list[tuple[int, float]], sizes: list[int], late: float
+) -> None:
+    """Whatever was measured before, however alike sizes are, and though one in eight is wrong by
+    any factor.
+    """
+    line, true = LineEstimate(10e9, 1e-4), Link(2e9, 5e-3)
+    for size, seconds in before:
+        line.observe(size, seconds)
+    held = [sizes[at % len(sizes)] for at in range(2 * WINDOW)]
+    for at, size in enumerate(held):
+        line.observe(size, true.seconds(size) * (late if at % 8 == 3 else 1))
+    usual = float(np.median(held[WINDOW:]))
+    assert line.seconds(usual) == pytest.approx(true.seconds(usual), rel=0.5)
+
+
+def test_one_measurement_of_another_size_decides_nothing() -> None:
+    line, true = LineEstimate(10e9), Link(2e9)
+    feed(line, true, [1_000_000] * (WINDOW - 1))
+    line.observe(2_000_000, 100 * true.seconds(2_000_000))
+    feed(line, true, [1_000_000] * STEP)
+    assert line.seconds(1_000_000) == pytest.approx(true.seconds(1_000_000), rel=0.1)
 
 
 def test_what_took_no_time_says_nothing() -> None:

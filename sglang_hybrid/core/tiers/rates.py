@@ -32,7 +32,7 @@ TIERS_BELOW: Final = (Tier.HOST, Tier.DISK)
 WINDOW = 64  # measurements that an estimate is made of
 FEWEST = 8  # measurements without which the first assumption holds
 STEP = 8  # new measurements after which a line is fitted anew
-SPREAD = 1.5  # largest over smallest size from which a latency can be told from a bandwidth
+SPREAD = 1.5  # upper over lower quartile of sizes from which a latency can be told from a bandwidth
 MOVED = 0.1  # relative change of a rate from which values are computed anew
 
 
@@ -137,9 +137,10 @@ class LineEstimate:
     """seconds = base + size / rate, from the last WINDOW measurements.
 
     The slope is the median over all pairs of measurements (Theil, 1950; Sen, 1968), so that up to
-    29 % of them may be wrong by any factor. Where sizes hardly differ, the base stays what it was
-    and the rate alone is estimated, as a median too. Until FEWEST measurements there is only what
-    was assumed.
+    29 % of them may be wrong by any factor. Where most sizes hardly differ, few measurements would
+    decide on the slope. Then the base stays what it was, as far as the measurements allow, and the
+    rate alone is estimated, as a median too. In either case the line passes the bulk of the
+    measurements. Until FEWEST measurements there is only what was assumed.
     """
 
     def __init__(self, rate: float, base: float = 0.0) -> None:
@@ -167,12 +168,15 @@ class LineEstimate:
 
     def _fit(self) -> None:
         sizes, seconds = np.array(self._recent).T
-        if sizes.max() >= SPREAD * sizes.min():
+        low, high = np.quantile(sizes, (0.25, 0.75))
+        if high >= SPREAD * low:
             slope = median_slope(sizes, seconds)
-            if slope > 0:
-                self.base = max(0.0, float(np.median(seconds - slope * sizes)))
-                self.rate = 1 / slope
+            base = float(np.median(seconds - slope * sizes))
+            if slope > 0 and base >= 0:
+                self.base, self.rate = base, 1 / slope
                 return
+            self.base = 0.0
+        self.base = min(self.base, float(np.median(seconds)))
         net = np.maximum(seconds - self.base, seconds / 10)
         self.rate = float(1 / np.median(net / sizes))
 
