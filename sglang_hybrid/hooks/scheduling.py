@@ -21,19 +21,6 @@ def bring_prefill_adder(adder: type, scheduler: Any) -> Any:
     return partial(ours, waiting_queue=scheduler.waiting_queue, coming=coming)
 
 
-def wait_for_burst(received: list[Any] | None, receiver: Any) -> None:
-    """An idle scheduler reads its socket for a few milliseconds more after a long prompt."""
-    from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_parallel
-
-    if receiver.server_args.radix_cache_backend != "hybrid" or received is None:
-        return
-    if get_parallel().pp_rank == 0 and not envs.SGLANG_RUST_SERVER.get():
-        from sglang_hybrid.checkpoints.batching_window import requests_in_window
-
-        received.extend(requests_in_window(receiver, received))
-
-
 def handle_our_requests(_: None, scheduler: Any) -> None:
     """The dispatcher hands the cache what is for it: messages of a step, and questions."""
     from sglang.utils import TypeBasedDispatcher

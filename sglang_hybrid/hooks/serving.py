@@ -8,22 +8,8 @@ from typing import Any
 
 
 def send_arrival(state: dict[str, Any], stats: Any) -> None:
-    """A request's arrival travels with it, so that all ranks see the same time, and so does the
-    number of prompts that its process has still to send.
-    """
-    from sglang_hybrid.serving.requests import on_the_way
-
+    """A request's arrival travels with it, so that all ranks see the same time."""
     state.setdefault("created_time", stats.created_time)
-    state["on_the_way"] = on_the_way.count()
-
-
-def count_prompts(_: None, manager: Any, body: Any, *__: Any, **___: Any) -> None:
-    """The prompts of a body are on the way to a scheduler, unless they are only asked for."""
-    from sglang_hybrid.explain.prompt_route import is_asked_only
-    from sglang_hybrid.serving.requests import on_the_way
-
-    if not is_asked_only():
-        on_the_way.on_received(body)
 
 
 def render_anew(
@@ -52,19 +38,19 @@ def tell_span(
 async def send_prompts(
     send: Callable[[Any, Any], Awaitable[None]], manager: Any, prompts: Any
 ) -> None:
-    """Tokenized prompts, one or several in a message, are sent to a scheduler. Where none of this
-    process is there yet, what has reached the process is read before. One that is only asked for
-    is not sent.
+    """Tokenized prompts, one or several in a message, are sent to a scheduler; one that finds it
+    idle, together with all that have reached this process by now. One that is only asked for is not
+    sent.
     """
     from sglang_hybrid.explain.prompt_route import is_asked_only, keep_from_scheduler
-    from sglang_hybrid.serving.requests import on_the_way
+    from sglang_hybrid.serving.requests.arrivals import are_gathered, arrivals_of
 
     if is_asked_only():
         await keep_from_scheduler(prompts)
-    if len(manager.rid_to_state) == on_the_way.count():
-        await on_the_way.read_arrivals()
-    on_the_way.on_send(len(prompts) if isinstance(prompts, list) else 1)
-    await send(manager, prompts)
+    if are_gathered(manager, prompts):
+        await arrivals_of(manager, send).send(prompts)
+    else:
+        await send(manager, prompts)
 
 
 def take_token_ids(decode: Callable[[Any], list[int]], value: Any) -> list[int]:

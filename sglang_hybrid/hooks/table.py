@@ -35,10 +35,6 @@ HOOKS: tuple[Hook, ...] = (
         ("SchedulePolicy._compute_prefix_matches", _BEFORE, scheduling.rank_what_changed),
     ),
     *_in(
-        "sglang.srt.managers.scheduler_components.request_receiver",
-        ("SchedulerRequestReceiver._pull_raw_reqs", _AFTER, scheduling.wait_for_burst),
-    ),
-    *_in(
         "sglang.srt.managers.schedule_batch",
         ("Req.__init__", _AFTER, scheduling.name_tenant),
     ),
@@ -195,7 +191,6 @@ HOOKS: tuple[Hook, ...] = (
     *_in(
         "sglang.srt.managers.tokenizer_manager",
         ("TokenizerManager.sigterm_watchdog", _AROUND, serving.end_on_signal),
-        ("TokenizerManager._init_req_state", _AFTER, serving.count_prompts),
         ("TokenizerManager.convert_to_span_attrs", _AFTER, serving.tell_span),
         ("TokenizerManager._send_one_request", _AROUND, serving.send_prompts),
         ("TokenizerManager._send_batch_request", _AROUND, serving.send_prompts),

@@ -28,7 +28,6 @@ VARIABLES: dict[str, Callable[[str], Any]] = {
     "hybrid_slots_per_request": count,
     "hybrid_history_mb": count,
     "hybrid_answers_mb": count,
-    "hybrid_burst_ms": nonnegative,
     "hybrid_drain_seconds": nonnegative,
     "hybrid_tuner_window": count,
     "hybrid_offload_watermark": share,

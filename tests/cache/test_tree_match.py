@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResul
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
-from sglang_hybrid.cache.request.tree_match import common_tokens, resumable_tokens
+from sglang_hybrid.cache.request.tree_match import common_tokens
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes
 from tests.examples import examples
@@ -29,13 +28,11 @@ def plain(server: Server, params: MatchPrefixParams) -> MatchResult:
 def look_up(server: Server, req: Req, limit: int | None = None) -> MatchResult:
     key = RadixKey(req.origin_input_ids, req.extra_key, limit=limit, cache_salt=req.cache_salt)
     before = server.cache.tree_core.known_match(MatchPrefixParams(key=key, req=req))
-    resumable = resumable_tokens(server.cache.tree_core, key)
     ours = server.cache.tree_core.match_prefix(MatchPrefixParams(key=key, req=req))
     again = server.cache.tree_core.match_prefix(MatchPrefixParams(key=key, req=req))
     known = server.cache.tree_core.known_match(MatchPrefixParams(key=key, req=req))
     theirs = plain(server, MatchPrefixParams(key=key, req=req))
     assert ours == theirs
-    assert resumable <= resumable_tokens(server.cache.tree_core, key) == ours.device_prefix_len
     assert before in (None, theirs)
     assert again == theirs
     assert known == theirs or (known is None and len(key) < server.sizes.page)
@@ -141,20 +138,6 @@ def test_another_prompt_of_the_same_request_is_looked_up_anew() -> None:
     assert look_up(server, req).full_kv_hit_length == 50
     req.origin_input_ids = array("q", [4] * 60)
     assert look_up(server, req).full_kv_hit_length == 0
-
-
-def test_what_a_received_request_would_hit() -> None:
-    server = Server.on(Sizes(kv=600, states=12), options("reuse"))
-    server.serve([1] * 50, [2], cache_salt="a")
-
-    def cached(tokens: list[int], salt: str | None) -> int:
-        received = SimpleNamespace(
-            input_ids=array("q", tokens), extra_key=None, cache_salt=salt, lora_id=None
-        )
-        return server.cache.lookups.cached_tokens(received)
-
-    assert cached([1] * 50 + [3] * 9, "a") == 50
-    assert cached([1] * 50 + [3] * 9, None) == cached([4] * 9, "a") == 0
 
 
 def test_a_second_look_up_compares_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

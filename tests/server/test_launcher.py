@@ -190,7 +190,7 @@ def test_other_mistakes_end_in_one_sentence(flags: str, said: str) -> None:
     ("variable", "value", "words"),
     [
         ("EVICTION", "fifo", "'fifo' is none of auto, marconi"),
-        ("BURST_MS", "soon", "'soon' is not a number of 0 or more (from the environment)"),
+        ("DRAIN_SECONDS", "soon", "'soon' is not a number of 0 or more (from the environment)"),
         ("SLOTS_PER_REQUEST", "1000", "=1000 is more than the 512 state slots that there are"),
     ],
 )

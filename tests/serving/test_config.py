@@ -163,7 +163,7 @@ def test_variables_that_say_something_else_are_found() -> None:
     old = {"SGLANG_HYBRID_ALPHA": "0.7"}
     said = {"SGLANG_HYBRID_ALPHA": "--hybrid-eviction marconi:0.7"}
     assert parse().overrides(old) == said
-    assert parse().overrides({"SGLANG_HYBRID_BURST_MS": "0"}) == {}, "the launcher reads it"
+    assert parse().overrides({"SGLANG_HYBRID_DRAIN_SECONDS": "0"}) == {}, "the launcher reads it"
 
 
 def visible(parser: argparse.ArgumentParser) -> list[str]:
@@ -213,10 +213,11 @@ def test_an_old_flag_says_what_replaces_it_and_that_says_the_same(name: str) -> 
 
 
 def test_a_flag_goes_before_a_variable() -> None:
-    environment = {"SGLANG_HYBRID_BURST_MS": "5", "SGLANG_HYBRID_EVICTION": "lru"}
+    environment = {"SGLANG_HYBRID_DRAIN_SECONDS": "5", "SGLANG_HYBRID_EVICTION": "lru"}
     config, _ = HybridConfig.split([], environment)
-    assert (config.hybrid_burst_ms, config.policy) == (5.0, Eviction.REUSE)
-    assert HybridConfig.split(["--hybrid-burst-ms", "2"], environment)[0].hybrid_burst_ms == 2.0
+    assert (config.hybrid_drain_seconds, config.policy) == (5.0, Eviction.REUSE)
+    given = HybridConfig.split(["--hybrid-drain-seconds", "2"], environment)[0]
+    assert given.hybrid_drain_seconds == 2.0
 
 
 def test_an_engine_reads_the_variable_of_an_old_flag() -> None:

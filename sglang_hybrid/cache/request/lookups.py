@@ -6,24 +6,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_hybrid.cache.request.tree_match import is_plain, resumable_tokens
 from sglang_hybrid.cache.sglang_cache import SglangCache
-from sglang_hybrid.checkpoints import batching_window
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import fields_of
 from sglang_hybrid.serving.telemetry.stats import CacheStats, Missed, RequestReport
-from sglang_hybrid.serving.tenants import stored_under
 from sglang_hybrid.storage.codecs.coded_rows import chosen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang.srt.managers.io_struct import (
-        TokenizedEmbeddingReqInput,
-        TokenizedGenerateReqInput,
-    )
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
@@ -76,24 +68,6 @@ class LookUps:
         self._decision_log = decision_log
         self._reports: PerRequest[RequestReport] = PerRequest()
         self._lens: PerRequest[tuple[int, int]] = PerRequest()  # of KV, of hit
-        batching_window.ask(self)
-
-    def prefill_seconds(self, begin: int, end: int) -> float:
-        """How long this rank is expected to compute positions `begin` to `end` of a prompt."""
-        flops = float(self._cost.flops(end) - self._cost.flops(begin))
-        return self._cache.speeds.rates.prefill_seconds(flops)
-
-    def cached_tokens(self, request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput) -> int:
-        """Tokens that a request which has just been received would hit on the device; 0 where only
-        SGLang can tell. No access.
-        """
-        cache = self._cache
-        if cache.disable or not is_plain(cache.tree_core):
-            return 0
-        extra_key = stored_under(getattr(request, "extra_key", None), request.lora_id)
-        salt = getattr(request, "cache_salt", None)
-        key = RadixKey(request.input_ids, extra_key, cache_salt=salt)
-        return resumable_tokens(cache.tree_core, key)
 
     @property
     def _ways(self) -> WayChooser | None:

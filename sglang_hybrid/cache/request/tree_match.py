@@ -285,18 +285,6 @@ def deepest_within(core: UnifiedTreeCore, key: RadixKey, most: int) -> tuple[Uni
     return node, depth
 
 
-def resumable_tokens(core: UnifiedTreeCore, key: RadixKey) -> int:
-    """Tokens of `key` behind which a request can resume on the device. Changes nothing, so a node
-    that `key` matches in part counts as not matched.
-    """
-    node, depth = deepest_within(core, key, len(key))
-    if ComponentType.MAMBA in core.components_by_type:
-        while depth and node.component_data[ComponentType.MAMBA].value is None:
-            depth -= len(node.key)
-            node = node.parent
-    return depth
-
-
 def common_tokens(edge: array[int], prompt: array[int], start: int, end: int) -> int:
     """How many tokens `edge` and `prompt` [start, end) begin with alike."""
     count = min(len(edge), end - start)

@@ -210,10 +210,6 @@ class Rates:
         if self._prefill.observe(flops, seconds):
             self._refresh()
 
-    def prefill_seconds(self, flops: float) -> float:
-        """How long a forward of `flops` FLOPs takes, with what every forward takes besides."""
-        return self._prefill.seconds(flops)
-
     def observe_load(self, tier: Tier, size: int, seconds: float) -> None:
         """`size` bytes came from `tier` to the device in `seconds`."""
         if self._loads[tier].observe(size, seconds):
