@@ -101,6 +101,13 @@ def tell_of_closed_session(controller: Any, request: Any) -> None:
         controller.tree_cache.session_closed([node.req for node in nodes if not node.children])
 
 
+def compute_hidden_states(_: int, request: Any, *__: Any) -> int | None:
+    """A prompt whose hidden states are wanted is computed as a whole: a hit would leave out those
+    of its tokens.
+    """
+    return 0 if request.return_hidden_states is True else None
+
+
 def name_tenant(_: None, request: Any, *__: Any, **___: Any) -> None:
     """A request without an adapter stays out of the adapters' parts of the tree."""
     from sglang_hybrid.serving.tenants import apart_from_adapters

@@ -37,6 +37,7 @@ HOOKS: tuple[Hook, ...] = (
     *_in(
         "sglang.srt.managers.schedule_batch",
         ("Req.__init__", _AFTER, scheduling.name_tenant),
+        ("Req._compute_max_prefix_len", _AFTER, scheduling.compute_hidden_states),
     ),
     *_in(
         "sglang.srt.session.session_controller",
