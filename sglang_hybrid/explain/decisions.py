@@ -4,8 +4,8 @@ evicted.
 An entry is filed under its tenant, a position and the hash of all tokens before that position. So
 it is found from a prompt's tokens alone, even if the tree has changed since. A prefix hash is
 computed from the one of a shorter prefix, so a tree that keeps them on its nodes hashes each token
-once. Each tenant has a log of its own; when all logs together are full, the longest one loses its
-oldest entry.
+once. Each tenant has a log of its own; when all logs together are full, the payer with most entries
+loses its oldest one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from sglang_hybrid.core.checkpoints.admission import Skip
 from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.records.nodes import Kind
-from sglang_hybrid.core.records.shares import Shares
+from sglang_hybrid.core.records.shares import Shares, payer_of
 from sglang_hybrid.core.victims.pool import Scarce
 from sglang_hybrid.serving.telemetry.stats import Evicted
 
@@ -155,6 +155,7 @@ class Decisions:
         self.emptied: float | None = None
         self.heard: Callable[[Hashable, int, Decision], None] | None = None
         self._logs: dict[Hashable, TenantLog] = {}
+        self._tenants: dict[Hashable, deque[Hashable]] = {}  # by payer, of each entry, oldest first
         self._shares = Shares()
         self._nothing = TenantLog()
 
@@ -174,17 +175,26 @@ class Decisions:
         if log is None:
             log = self._logs[tenant] = TenantLog()
         log.add(position, prefix_hash, decision)
-        self._shares.change(tenant, 1)
+        payer = payer_of(tenant)
+        self._tenants.setdefault(payer, deque()).append(tenant)
+        self._shares.change(payer, 1)
         if len(self) > self.entries:
-            largest = self._shares.largest()
-            self._logs[largest].forget_oldest()
-            self._shares.change(largest, -1)
-            if not len(self._logs[largest]):
-                del self._logs[largest]
+            self._forget_oldest(self._shares.largest())
+
+    def _forget_oldest(self, payer: Hashable) -> None:
+        tenants = self._tenants[payer]
+        oldest = tenants.popleft()
+        if not tenants:
+            del self._tenants[payer]
+        self._logs[oldest].forget_oldest()
+        if not len(self._logs[oldest]):
+            del self._logs[oldest]
+        self._shares.change(payer, -1)
 
     def clear(self, now: float | None) -> None:
         """The cache was emptied: nothing that happened before says why something is missing."""
         self._logs.clear()
+        self._tenants.clear()
         self._shares = Shares()
         self.emptied = now
 

@@ -14,7 +14,8 @@ from fastapi.responses import JSONResponse, Response
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_hybrid.serving.requests.cache_fields import fields_of
-from sglang_hybrid.serving.tenants import stored_under, tenant, tenant_names
+from sglang_hybrid.serving.stored_keys import stored_under
+from sglang_hybrid.serving.tenants import tenant, tenant_names
 
 if TYPE_CHECKING:
     from starlette.types import Message

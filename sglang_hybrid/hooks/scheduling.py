@@ -110,7 +110,7 @@ def compute_hidden_states(_: int, request: Any, *__: Any) -> int | None:
 
 def name_tenant(_: None, request: Any, *__: Any, **___: Any) -> None:
     """A request without an adapter stays out of the adapters' parts of the tree."""
-    from sglang_hybrid.serving.tenants import apart_from_adapters
+    from sglang_hybrid.serving.stored_keys import apart_from_adapters
 
     if request.lora_id is None and request.extra_key is not None:
         request.extra_key = apart_from_adapters(request.extra_key)

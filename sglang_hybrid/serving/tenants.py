@@ -18,20 +18,18 @@ key, on every route: `put_tenant` refuses what a route could not honour. With
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE, hashed, secret_key
-from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving import headers
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED
-from sglang_hybrid.serving.requests.cache_fields import COMPOSED, MODULE
+from sglang_hybrid.serving.stored_keys import OF_KEY, check_key, payer, stored_under
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -40,8 +38,21 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 Http = TypeVar("Http", bound="Request")
 
-Tenant: TypeAlias = tuple[str | None, str | None] | None
-"""Extra key, with an adapter's id at its end, and cache salt; None where there is neither."""
+
+class NamedTenant(NamedTuple):
+    """A tenant by the extra key under which its requests are stored, and their cache salt."""
+
+    extra_key: str | None
+    cache_salt: str | None
+
+    @property
+    def payer(self) -> str | None:
+        """Who is charged for what this tenant holds (`core/records/shares.py`)."""
+        return payer(self.extra_key)
+
+
+Tenant: TypeAlias = NamedTenant | None
+"""None where there is neither a key nor a salt."""
 
 FIELDS = ("extra_key", "cache_salt")
 """What a request says of its tenant, beside its adapter."""
@@ -50,11 +61,6 @@ EXTRA_KEY = FIELDS[0]
 HEADER = "Tenant"
 """The header of ours (headers.py) that says an extra key."""
 
-OF_KEY = "api-key/"
-"""Extra keys of clients with an API key begin so, where it makes tenants."""
-
-LIKE_AN_ADAPTER = re.compile(r"[0-9a-f]{32}\.*\Z")
-
 _served: ContextVar[Request | None] = ContextVar("served", default=None)
 
 
@@ -62,7 +68,7 @@ def tenant(extra_key: str | None, cache_salt: str | None) -> Tenant:
     """The tenant of requests with this extra key and salt; an empty one is none."""
     if not extra_key and not cache_salt:
         return None
-    return (extra_key or None, cache_salt or None)
+    return NamedTenant(extra_key or None, cache_salt or None)
 
 
 def tenant_of(req: Req) -> Tenant:
@@ -292,34 +298,6 @@ class PerTenant(MutableMapping[str, Value]):
 
     def __len__(self) -> int:
         return len(self._values.get(current_tenant(), {}))
-
-
-def check_key(extra_key: object) -> None:
-    """Raise ValueError for a client's extra key that looks like one that the server makes."""
-    if isinstance(extra_key, str) and extra_key.startswith((COMPOSED, MODULE)):
-        raise ValueError(
-            f"extra_key is {shown(extra_key)}; names that begin with {COMPOSED} or {MODULE} are "
-            "the server's own."
-        )
-
-
-def apart_from_adapters(extra_key: str) -> str:
-    """The extra key under which a request without an adapter is stored (hooks/scheduling.py).
-
-    SGLang appends an adapter's id, 32 hexadecimal digits, to the extra key. A request without an
-    adapter whose extra key ends like an id would share the adapter's part of the tree; it gets a
-    dot at its end instead, and so does one that ends in an id and dots, so that no two become one.
-    """
-    return f"{extra_key}." if LIKE_AN_ADAPTER.search(extra_key) else extra_key
-
-
-def stored_under(extra_key: str | None, adapter: str | None) -> str | None:
-    """The extra key under which SGLang stores a request with `extra_key` and the id of a LoRA
-    `adapter`, or none.
-    """
-    if adapter is not None:
-        return (extra_key or "") + adapter
-    return None if extra_key is None else apart_from_adapters(extra_key)
 
 
 class TenantNames:

@@ -18,10 +18,11 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.hooks.scheduling import take_cache_fields
 from sglang_hybrid.serving.requests.cache_fields import NOTHING, CacheFields
+from sglang_hybrid.serving.stored_keys import check_key, is_exact_part
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
-from sglang_hybrid.storage.codecs.exactness import apart_if_exact, is_exact_part
+from sglang_hybrid.storage.codecs.exactness import apart_if_exact
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import PollingServer, TieredServer, mark
@@ -118,7 +119,8 @@ def test_a_request_says_so_itself() -> None:
 
     assert is_exact_part(key(None, EXACT)) and is_exact_part(key("tenant", EXACT))
     assert key("tenant", NOTHING) == "tenant"
-    assert not is_exact_part(key(key("tenant", EXACT), NOTHING)), "no client can name that part"
+    with pytest.raises(ValueError, match="the server's own"):
+        check_key(key("tenant", EXACT))
 
 
 def test_without_smaller_copies_nothing_is_said() -> None:

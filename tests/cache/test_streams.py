@@ -26,7 +26,8 @@ from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
 from sglang_hybrid.cache.tiers.background_copies import Offload
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
 from sglang_hybrid.prompts.endpoints.positions import shifted
-from sglang_hybrid.serving.requests.cache_fields import Imported, composed_key, segment_key
+from sglang_hybrid.serving.requests.cache_fields import Imported
+from sglang_hybrid.serving.stored_keys import composed_key, segment_key
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows

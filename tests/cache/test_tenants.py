@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sglang_hybrid.explain.explanation import Explanation
 from sglang_hybrid.explain.messages import ExplainReq
 from sglang_hybrid.replay.simulation.traces.line_formats import RecordedLine
-from sglang_hybrid.serving.tenants import TenantNames, apart_from_adapters, tenant, tenant_of
+from sglang_hybrid.serving.tenants import TenantNames, tenant, tenant_of
 from tests.cache.backends import POLICIES, options
 from tests.cache.driver import Server, Sizes
 from tests.cache.test_rules import run
@@ -196,15 +196,6 @@ likenesses = st.builds(
     "{}{}{}".format, st.text(max_size=2), hexes, st.sampled_from(["", ".", ".."])
 )
 keys = st.one_of(st.text(max_size=3), likenesses)
-
-
-@examples(30)
-@given(st.lists(keys, min_size=2, max_size=2, unique=True), hexes)
-def test_no_extra_key_becomes_an_adapters(pair: list[str], adapter: str) -> None:
-    one, other = map(apart_from_adapters, pair)
-    assert one != other
-    assert not one.endswith(adapter)
-    assert apart_from_adapters(adapter) != adapter
 
 
 def test_an_adapter_and_a_key_that_looks_like_one_are_two_tenants() -> None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sglang_hybrid.prompts.schemas.modular import Layout, modular, prepared_segments
 from sglang_hybrid.prompts.schemas.resolve import read_prompt, resolve
 from sglang_hybrid.prompts.schemas.schema import read_schema
 from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
-from sglang_hybrid.serving.requests.cache_fields import composed_key, segment_key
-from sglang_hybrid.serving.tenants import check_key
 
 SCHEMA = """<schema name="s">ab<module name="one">cde<parameter name="p" length="4"/>fg</module>
 <union><module name="two">hi</module>
@@ -98,36 +94,6 @@ def test_equal_tokens_at_other_places_have_other_keys(tokenizer: PromptTokenizer
         prompt = read_prompt(f'<prompt schema="s" mode="modular">{imports}</prompt>')
         digests.add(modular(Layout(schema, tokenizer), resolve(schema, prompt)).digest)
     assert len(digests) == 3
-
-
-keys = st.none() | st.text(alphabet="/+-1Dmodule", max_size=12)
-starts = st.integers(0, 12)
-digests = st.text(alphabet="0123456789abcdef", min_size=1, max_size=3)
-
-
-@given(keys, keys, starts, starts)
-def test_no_two_segments_share_a_key(
-    one: str | None, two: str | None, first: int, second: int
-) -> None:
-    same = segment_key(one, first) == segment_key(two, second)
-    assert same is ((one, first) == (two, second))
-
-
-@given(keys, keys, digests, digests, starts)
-def test_no_two_composed_prompts_share_a_key(
-    one: str | None, two: str | None, first: str, second: str, start: int
-) -> None:
-    same = composed_key(one, first) == composed_key(two, second)
-    assert same is ((one, first) == (two, second))
-    assert composed_key(one, first) != segment_key(two, start)
-
-
-@pytest.mark.parametrize("key", [composed_key("a", "d"), segment_key("a", 7)])
-def test_no_client_names_a_key_of_the_servers(key: str) -> None:
-    check_key("a")
-    check_key(None)
-    with pytest.raises(ValueError, match="the server's own"):
-        check_key(key)
 
 
 def test_an_unknown_mode_is_refused() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from sglang_hybrid.prompts.schemas import registry
 from sglang_hybrid.prompts.schemas.registry import NoSchema, Registry
+from sglang_hybrid.serving.tenants import tenant
 
-A, B = ("a", None), ("b", None)
+A, B = tenant("a", None), tenant("b", None)
 NO_TOKENIZER: Any = None
 
 
@@ -64,6 +65,16 @@ def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="there are 1 schemas already; a tenant may have 1"):
         kept.register(A, schema("two"))
     kept.register(A, schema("one"))
+
+
+def test_salts_of_one_client_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MOST_SCHEMAS", 2)
+    kept = Registry(NO_TOKENIZER)
+    kept.register(tenant("a", "salt 1"), schema("one"))
+    kept.register(tenant("a", "salt 2"), schema("one"))
+    with pytest.raises(ValueError, match="a tenant may have 2"):
+        kept.register(tenant("a", "salt 3"), schema("one"))
+    kept.register(tenant("b", "salt 3"), schema("one"))
 
 
 def test_places_of_modular_mode_are_laid_out_once() -> None:

@@ -26,10 +26,10 @@ from sglang_hybrid.serving.requests.sessions import (
     shown_id,
 )
 from sglang_hybrid.serving.routes import KeyHeader
+from sglang_hybrid.serving.stored_keys import apart_from_adapters
 from sglang_hybrid.serving.tenants import (
     PerTenant,
     TenantNames,
-    apart_from_adapters,
     current_tenant,
     own_headers,
     put_tenant,
@@ -386,8 +386,8 @@ class Manager:
         return str(asked.session_id)
 
 
-def opened(manager: Manager, salt: str, session_id: str | None = "s") -> str:
-    request = serve_for(http({"cache_salt": salt}))
+def opened(manager: Manager, salt: str, session_id: str | None = "s", key: str = "") -> str:
+    request = serve_for(http({"cache_salt": salt, "extra_key": key}))
     asked: Any = SimpleNamespace(session_id=session_id)
     return asyncio.run(open_session(manager, asked, request))  # type: ignore[arg-type]
 
@@ -401,14 +401,16 @@ def test_sessions_of_equal_ids_are_two_for_two_tenants() -> None:
     assert len(opened(manager, "a", None)) == 32
 
 
-def test_a_tenant_has_a_bounded_number_of_sessions() -> None:
+@pytest.mark.parametrize("key", ["", "of a gateway"])
+def test_a_payer_has_a_bounded_number_of_sessions(key: str) -> None:
+    """Whatever salts it names."""
     manager = Manager()
     for number in range(MOST_SESSIONS):
-        opened(manager, "a", str(number))
-    with pytest.raises(ValueError, match="1,024 sessions that a tenant may have"):
-        opened(manager, "a", "one more")
-    opened(manager, "b", "one more")
-    opened(manager, "", "one more")
+        opened(manager, f"salt {number % 3}", str(number), key)
+    for salt in ("salt 1", "a new one", ""):
+        with pytest.raises(ValueError, match="1,024 sessions that a tenant may have"):
+            opened(manager, salt, "one more", key)
+    opened(manager, "salt 1", "one more", "another key")
     assert not has_too_many(manager.sessions, "an engine's own")
 
 

@@ -22,8 +22,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.serving.device_streams import on_stream
 from sglang_hybrid.serving.per_request import PerRequest
-from sglang_hybrid.serving.requests.cache_fields import Imported, fields_of, segment_key
-from sglang_hybrid.serving.tenants import stored_under
+from sglang_hybrid.serving.requests.cache_fields import Imported, fields_of
+from sglang_hybrid.serving.stored_keys import segment_key, stored_under
 from sglang_hybrid.storage.codecs.exactness import apart_if_exact
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_hybrid.serving.stored_keys import is_exact_part
 from sglang_hybrid.storage.codecs.coded_rows import chosen
-from sglang_hybrid.storage.codecs.exactness import is_exact_part
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV

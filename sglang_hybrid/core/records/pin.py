@@ -3,7 +3,7 @@
 A pin counts as evidence of a return, beside what is known of the position anyway. It is a rate of
 returns with a lifetime: a normal pin says that one request returns before its lifetime is over. So
 a pin is a bias and no lock. A state that is worth more still pushes a pinned one out, and the pins
-of a tenant take at most a share of the memory.
+of a payer take at most a share of the memory.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from enum import Enum
 from typing import Final
 
 DEFAULT_SHARE: Final = 0.25
-"""Of the memory, for the pins of one tenant."""
+"""Of the memory, for the pins of one payer."""
 
 MOST_OF_ALL: Final = 0.5
-"""Of the memory, for the pins of all tenants."""
+"""Of the memory, for the pins of all payers."""
 
 
 class Priority(Enum):
@@ -56,7 +56,7 @@ class PinRequest:
 class Pin:
     """A pin in force. until: seconds of the cache's clock at which it ends."""
 
-    tenant: Hashable
+    payer: Hashable
     position: int
     ttl: float
     priority: Priority

@@ -1,4 +1,4 @@
-"""The pins of one tree of records, within each tenant's share of the memory."""
+"""The pins of one tree of records, within each payer's share of the memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.changing_queue import ChangingQueue
 from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.core.records.pin import MOST_OF_ALL, Pin, PinRequest
-from sglang_hybrid.core.records.shares import Shares
+from sglang_hybrid.core.records.shares import Shares, payer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class PinRoom:
 
 
 class Pins:
-    """The pins of one tree, within each tenant's share.
+    """The pins of one tree, within each payer's share (`shares.py`).
 
     A pin is charged for the state of its node and for the KV of the path to it that no other pin
-    keeps. A node has one pin at most. When a tenant's share is full, that of its pins that has the
+    keeps. A node has one pin at most. When a payer's share is full, that of its pins that has the
     lowest priority, and ends first, gives way to a new one of the same priority or a higher one.
-    When the pins of all tenants take MOST_OF_ALL, one of the tenant with most gives way.
+    When all pins take MOST_OF_ALL, one of the payer with most gives way.
 
     All times are those of the tree's clock, and ties go by the order of the calls, so that all
     ranks decide alike.
@@ -37,7 +37,7 @@ class Pins:
     Args:
         cost: bytes of a KV token and of a state.
         room: the memory; None: nothing can be pinned.
-        share: of it, for one tenant.
+        share: of it, for one payer.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Pins:
 
     def _forget(self) -> None:
         self._expiry = ChangingQueue[Pin](lambda pin: (pin.until,))
-        self._of_tenant: dict[Hashable, ChangingQueue[Pin]] = {}
+        self._of_payer: dict[Hashable, ChangingQueue[Pin]] = {}
         self._nodes: dict[Pin, Node] = {}
         self._below: dict[Node, int] = {}  # pins at a node or below it; absent: 0
         self._kv = Shares()
@@ -80,8 +80,9 @@ class Pins:
         return self._kv.total + (0 if self._states is self._kv else self._states.total)
 
     def of(self, tenant: Hashable) -> int:
-        """Bytes that are charged for the pins of `tenant`."""
-        return self._kv.of(tenant) + (0 if self._states is self._kv else self._states.of(tenant))
+        """Bytes that are charged for the pins of `tenant` and of others with its payer."""
+        payer = payer_of(tenant)
+        return self._kv.of(payer) + (0 if self._states is self._kv else self._states.of(payer))
 
     @property
     def next_expiry(self) -> float:
@@ -90,7 +91,8 @@ class Pins:
         return math.inf if first is None else first.until
 
     def pin(self, node: Node, asked: PinRequest, tenant: Hashable = None) -> bool:
-        """Pin `node`, which holds `asked.position`, for `tenant`; False if its share has no room.
+        """Pin `node`, which holds `asked.position`, for `tenant`; False if its payer's share
+        has no room.
 
         A node that is pinned already gets the priority and the lifetime of this call, but is pinned
         no shorter than it was.
@@ -102,7 +104,7 @@ class Pins:
             pin.until = max(pin.until, until)
             self._note(pin)
             return True
-        pin = Pin(tenant, asked.position, asked.ttl, asked.priority, until)
+        pin = Pin(payer_of(tenant), asked.position, asked.ttl, asked.priority, until)
         if not self._make_room(node, pin):
             self.counts["refused"] += 1
             return False
@@ -145,14 +147,14 @@ class Pins:
             return
         tail.pin, head.pin = None, pin
         self._nodes[pin] = head
-        self._keep(tail, pin.tenant, -1)
+        self._keep(tail, pin.payer, -1)
         self._mark_dirty(tail)
         self._mark_dirty(head)
 
     def as_dict(self) -> dict[str, Any]:
-        """For /server_info: sums over all tenants. bytes_of_a_tenant: what pins of one may take,
-        whatever others have pinned. pinned, refused, gave_way, expired, evicted: how often that
-        happened.
+        """For /server_info: sums over all tenants. bytes_of_a_tenant: what pins of one payer may
+        take, whatever others have pinned. pinned, refused, gave_way, expired, evicted: how often
+        that happened.
         """
         known = ("pinned", "refused", "gave_way", "expired", "evicted")
         return {
@@ -170,9 +172,9 @@ class Pins:
     def _note(self, pin: Pin) -> None:
         """Order `pin` anew, because it is new or its lifetime or its priority changed."""
         self._expiry.put(pin)
-        own = self._of_tenant.get(pin.tenant)
+        own = self._of_payer.get(pin.payer)
         if own is None:
-            own = self._of_tenant[pin.tenant] = ChangingQueue(lambda pin: (pin.weight, pin.until))
+            own = self._of_payer[pin.payer] = ChangingQueue(lambda pin: (pin.weight, pin.until))
         own.put(pin)
         self._mark_dirty(self._nodes[pin])
 
@@ -180,10 +182,10 @@ class Pins:
         self.counts[why] += 1
         node = self._nodes[pin]
         node.pin = None
-        own = self._of_tenant[pin.tenant]
+        own = self._of_payer[pin.payer]
         own.drop(pin)
         if not len(own):
-            del self._of_tenant[pin.tenant]
+            del self._of_payer[pin.payer]
         self._expiry.drop(pin)
         self._charge(pin, -1)
         del self._nodes[pin]
@@ -192,15 +194,15 @@ class Pins:
     # Room.
 
     def _charge(self, pin: Pin, sign: int = 1) -> None:
-        """Charge the tenant of `pin` for it, or with `sign` -1 no more."""
+        """Charge the payer of `pin` for it, or with `sign` -1 no more."""
         assert self._cost is not None
-        self._states.change(pin.tenant, sign * self._cost.state_bytes)
+        self._states.change(pin.payer, sign * self._cost.state_bytes)
         at = self._nodes[pin]
         while at.parent is not None:
-            self._keep(at, pin.tenant, sign)
+            self._keep(at, pin.payer, sign)
             at = at.parent
 
-    def _keep(self, node: Node, tenant: Hashable, sign: int) -> None:
+    def _keep(self, node: Node, payer: Hashable, sign: int) -> None:
         """One more pin needs the KV of `node`, or one less; the first one is charged for it."""
         assert self._cost is not None
         before = self._below.get(node, 0)
@@ -210,7 +212,7 @@ class Pins:
         else:
             del self._below[node]
         if not (before and after):
-            self._kv.change(tenant, sign * node.tokens * self._cost.kv_bytes_per_token)
+            self._kv.change(payer, sign * node.tokens * self._cost.kv_bytes_per_token)
 
     def _make_room(self, node: Node, pin: Pin) -> bool:
         """Whether `pin` fits on `node`, once others gave way."""
@@ -218,9 +220,9 @@ class Pins:
             return False
         if not self._fit(node.depth, self.share, lambda held: 0):
             return False
-        tenant = pin.tenant
-        while not self._fit(self._new_tokens(node), self.share, lambda held: held.of(tenant)):
-            if not self._release_least(tenant, pin.weight):
+        payer = pin.payer
+        while not self._fit(self._new_tokens(node), self.share, lambda held: held.of(payer)):
+            if not self._release_least(payer, pin.weight):
                 return False
         while not self._fit(self._new_tokens(node), MOST_OF_ALL, lambda held: held.total):
             held = self._kv if self._kv.total >= self._states.total else self._states
@@ -228,9 +230,9 @@ class Pins:
                 return False
         return True
 
-    def _release_least(self, tenant: Hashable, most: float) -> bool:
-        """Release the least pin of `tenant` if its weight is `most` or less."""
-        least = self._of_tenant[tenant].least() if tenant in self._of_tenant else None
+    def _release_least(self, payer: Hashable, most: float) -> bool:
+        """Release the least pin of `payer` if its weight is `most` or less."""
+        least = self._of_payer[payer].least() if payer in self._of_payer else None
         if least is None or least.weight > most:
             return False
         self._release(least, "gave_way")

@@ -1,7 +1,9 @@
-"""How much each tenant holds of something bounded, and which tenant holds most.
+"""How much each payer holds of something bounded, and which payer holds most.
 
-When a bound is reached, the tenant with the largest part gives way first. A tenant that sends a
-flood therefore replaces its own entries and not those of the others.
+Who shares is one question, who pays is another. A tenant shares what was computed for it with
+nobody else; its payer is charged for it. Several tenants may have one payer, since a client that is
+known by one name may name a `cache_salt` of its own with each request. When a bound is reached, the
+payer with the largest part gives way first, so one that sends a flood replaces its own entries.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ from typing import Final
 from sglang_hybrid.core.records.changing_queue import ChangingQueue
 
 NOBODY: Final = object()
-"""No tenant; None may be one."""
+"""No payer; None may be one."""
+
+
+def payer_of(tenant: Hashable) -> Hashable:
+    """Who is charged for what a tenant holds: its attribute `payer`, or else the tenant itself."""
+    return getattr(tenant, "payer", tenant)
 
 
 class Shares:
-    """Amounts by tenant; amounts are whole numbers of 0 or more in a unit of the caller's choice.
+    """Amounts by payer; amounts are whole numbers of 0 or more in a unit of the caller's choice.
 
     The answer depends only on the order of the calls, so that all ranks give the same one: of equal
-    amounts the tenant that came first counts as larger.
+    amounts the payer that came first counts as larger.
     """
 
     def __init__(self) -> None:
@@ -28,32 +35,32 @@ class Shares:
         self._order: dict[Hashable, int] = {}
         self._came = 0
         self._largest_first: ChangingQueue[Hashable] = ChangingQueue(
-            lambda tenant: (-self._amounts[tenant], self._order[tenant])
+            lambda payer: (-self._amounts[payer], self._order[payer])
         )
 
     def __len__(self) -> int:
         return len(self._amounts)
 
-    def of(self, tenant: Hashable) -> int:
-        """What `tenant` holds."""
-        return self._amounts.get(tenant, 0)
+    def of(self, payer: Hashable) -> int:
+        """What `payer` holds."""
+        return self._amounts.get(payer, 0)
 
-    def change(self, tenant: Hashable, by: int) -> None:
-        """`tenant` holds `by` more, or less if `by` is negative; at 0 it is forgotten."""
-        amount = self.of(tenant) + by
+    def change(self, payer: Hashable, by: int) -> None:
+        """`payer` holds `by` more, or less if `by` is negative; at 0 it is forgotten."""
+        amount = self.of(payer) + by
         self.total += by
         if amount:
-            if tenant not in self._order:
-                self._order[tenant] = self._came
+            if payer not in self._order:
+                self._order[payer] = self._came
                 self._came += 1
-            self._amounts[tenant] = amount
-            self._largest_first.put(tenant)
-        elif tenant in self._amounts:
-            self._largest_first.drop(tenant)
-            del self._amounts[tenant], self._order[tenant]
+            self._amounts[payer] = amount
+            self._largest_first.put(payer)
+        elif payer in self._amounts:
+            self._largest_first.drop(payer)
+            del self._amounts[payer], self._order[payer]
 
     def largest(self, besides: Hashable = NOBODY) -> Hashable:
-        """The tenant that holds most, `besides` left out. Raises KeyError if there is none."""
+        """The payer that holds most, `besides` left out. Raises KeyError if there is none."""
         queue = self._largest_first
         left_out = besides in self._amounts
         if left_out:
@@ -62,5 +69,5 @@ class Shares:
         if left_out:
             queue.put(besides)
         if found is NOBODY:
-            raise KeyError("no tenant holds anything")
+            raise KeyError("nobody holds anything")
         return found

@@ -9,11 +9,12 @@ which holds statistics of classes of positions, is common to all.
 
 Memory: two bytes per token (a fingerprint, not the token), about 600 bytes per history node and 500
 per answer, over all tenants. When `max_bytes` (the server's SGLANG_HYBRID_HISTORY_MB) is reached,
-the tenant that holds most forgets its oldest leaves.
+the payer that holds most (`core/records/shares.py`) forgets its oldest leaves.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.records.nodes import Clock, Node
-from sglang_hybrid.core.records.shares import Shares
+from sglang_hybrid.core.records.shares import Shares, payer_of
 from sglang_hybrid.core.returns.answers import Answer, AnswerModels, Calibration, LearntAnswers
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history_tree import (
@@ -128,6 +129,7 @@ class History:
         self.max_offset = max(min_branch_tokens, page_size)
         self._versions = 0
         self._trees: dict[Hashable, HistoryTree] = {}
+        self._tenants: dict[Hashable, OrderedDict[Hashable, None]] = {}  # by payer, oldest first
         self._shares = Shares()
         self._answers = AnswerModels(answer_bytes)
         self.answers_count = True
@@ -207,6 +209,12 @@ class History:
         if nodes and answer is not None and not nodes[-1].answer_bytes:
             tree.hold_answer(nodes[-1])
         self._changed(tenant, tree, held)
+        if tree.leaves:
+            tenants = self._tenants.setdefault(payer_of(tenant), OrderedDict())
+            tenants[tenant] = None
+            tenants.move_to_end(tenant)
+        else:
+            del self._trees[tenant]
         self._forget_oldest(tenant)
         self.index.on_request(now)
         return HistoryPath(nodes)
@@ -345,24 +353,29 @@ class History:
         """Account for a change of `tree` of `tenant`, which held `held` bytes before it."""
         self._versions += 1
         tree.version = self._versions
-        self._shares.change(tenant, tree.held_bytes - held)
+        self._shares.change(payer_of(tenant), tree.held_bytes - held)
 
     def _forget_oldest(self, newest: Hashable) -> None:
-        """Drop leaves until everything fits: the oldest one of the tenant that holds most, again
-        and again; but not all that the tenant `newest`, which just came, has.
+        """Drop leaves until everything fits: of the payer that holds most, the oldest one of the
+        tenant that came longest ago, again and again; but not all that the tenant `newest`, which
+        just came, has.
         """
         while self.held_bytes > self.max_bytes:
-            tenant = self._shares.largest()
+            payer = self._shares.largest()
+            tenant = next(iter(self._tenants[payer]))
             if tenant == newest and len(self._trees[tenant].leaves) == 1:
                 if len(self._trees) == 1:
                     return
-                tenant = self._shares.largest(besides=newest)
+                payer = self._shares.largest(besides=payer)
+                tenant = next(iter(self._tenants[payer]))
             tree = self._trees[tenant]
             held = tree.held_bytes
             tree.forget_oldest()
             self._changed(tenant, tree, held)
             if not tree.leaves:
-                del self._trees[tenant]
+                del self._trees[tenant], self._tenants[payer][tenant]
+                if not self._tenants[payer]:
+                    del self._tenants[payer]
 
 
 def _set_answer(node: HistoryNode, answer: Answer | None) -> None:

@@ -33,7 +33,8 @@ from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Ui
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.errors import Refused
-from sglang_hybrid.serving.tenants import put_tenant, stored_under
+from sglang_hybrid.serving.stored_keys import stored_under
+from sglang_hybrid.serving.tenants import put_tenant
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

@@ -13,14 +13,9 @@ from sglang_hybrid.prompts.endpoints.prewarm import compute, gone_from
 from sglang_hybrid.prompts.schemas.modular import Layout, ModularPrompt, Segment, prepared_segments
 from sglang_hybrid.prompts.schemas.registry import Expanded
 from sglang_hybrid.serving.config import BACKEND
-from sglang_hybrid.serving.requests.cache_fields import (
-    Imported,
-    ServerPart,
-    composed_key,
-    segment_key,
-    server_part,
-)
-from sglang_hybrid.serving.tenants import Tenant, check_key, tenant
+from sglang_hybrid.serving.requests.cache_fields import Imported, ServerPart, server_part
+from sglang_hybrid.serving.stored_keys import check_key, composed_key, segment_key
+from sglang_hybrid.serving.tenants import Tenant, tenant
 
 if TYPE_CHECKING:
     import fastapi

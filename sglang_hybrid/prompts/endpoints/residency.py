@@ -11,7 +11,8 @@ from sglang_hybrid.explain.ranks import ask_ranks, has_our_cache
 from sglang_hybrid.prompts.schemas.registry import Registered, Registry
 from sglang_hybrid.prompts.schemas.tree import PrefixNode, as_imports, prefix_tree
 from sglang_hybrid.serving.requests.long_requests import in_thread
-from sglang_hybrid.serving.tenants import Tenant, stored_under
+from sglang_hybrid.serving.stored_keys import stored_under
+from sglang_hybrid.serving.tenants import Tenant
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

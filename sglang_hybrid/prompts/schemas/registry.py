@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sglang_hybrid.core.records.shares import payer_of
 from sglang_hybrid.core.returns.hints import MOST_POSITIONS
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.prompts.schemas.described import described
@@ -26,10 +27,10 @@ from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer, Tokenized
 from sglang_hybrid.serving.tenants import Tenant
 
 MOST_SCHEMAS = 64
-"""Of one tenant."""
+"""Of one payer (`core/records/shares.py`)."""
 
 MOST_TENANT_BYTES = 8 << 20
-"""Of all schemas of one tenant."""
+"""Of all schemas of one payer."""
 
 MOST_BYTES = 64 << 20
 """Of all schemas of a server."""
@@ -175,7 +176,7 @@ class Registry:
         registered = Registered(read_schema(pml), len(pml.encode()))
         own = self._own(tenant)
         name = registered.schema.name
-        self._check_room(own, name, registered.size)
+        self._check_room(tenant, own, name, registered.size)
         self._schemas.setdefault(tenant, own)[name] = registered
         if self._saved is not None:
             registered.saved = self._saved.save(tenant, name, pml)
@@ -221,14 +222,23 @@ class Registry:
             self._schemas[tenant] = found
         return found
 
-    def _check_room(self, own: Mapping[str, Registered], name: str, size: int) -> None:
-        if name not in own and len(own) >= MOST_SCHEMAS:
+    def _check_room(
+        self, tenant: Tenant, own: Mapping[str, Registered], name: str, size: int
+    ) -> None:
+        payer = payer_of(tenant)
+        together = [
+            one
+            for other, kept in self._schemas.items()
+            if payer_of(other) == payer
+            for one in kept.values()
+        ]
+        if name not in own and len(together) >= MOST_SCHEMAS:
             raise ValueError(
-                f"there are {len(own)} schemas already; a tenant may have {MOST_SCHEMAS}. Delete "
-                "one first."
+                f"there are {len(together)} schemas already; a tenant may have {MOST_SCHEMAS}. "
+                "Delete one first."
             )
         more = size - (own[name].size if name in own else 0)
-        held = sum(one.size for one in own.values()) + more
+        held = sum(one.size for one in together) + more
         if held > MOST_TENANT_BYTES:
             raise ValueError(
                 f"the schemas would have {held:,} bytes; those of a tenant may have "

@@ -16,10 +16,6 @@ from typing import Any, Final
 
 from sglang_hybrid.core.returns.hints import NO_HINTS, PromptHints
 
-COMPOSED: Final = "modular/"
-MODULE: Final = "module/"
-"""Extra keys of prompts that are composed of segments, and of single segments, begin so."""
-
 
 @dataclass(frozen=True)
 class Imported:
@@ -78,21 +74,3 @@ def fields_of(request: Any) -> CacheFields:
     """The fields of a request in a scheduler, or of a tokenized one on its way there."""
     fields: CacheFields | None = getattr(request, "hybrid", None)
     return NOTHING if fields is None else fields
-
-
-def composed_key(extra_key: str | None, digest: str) -> str:
-    """The extra key under which prompts of segments are stored, apart from all others of this
-    tenant. digest: of where the segments stand; it has no slash.
-    """
-    return f"{COMPOSED}{digest}/{_of_client(extra_key)}"
-
-
-def segment_key(extra_key: str | None, start: int) -> str:
-    """The extra key under which a segment is stored that begins at position `start`. Two segments
-    have the same one only if they have the same start and the same client's extra key.
-    """
-    return f"{MODULE}{start}/{_of_client(extra_key)}"
-
-
-def _of_client(extra_key: str | None) -> str:
-    return "-" if extra_key is None else f"+{extra_key}"

@@ -20,7 +20,7 @@ from sglang_hybrid.core.returns.hints import EXACT
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.requests import fields, kv_hints
 from sglang_hybrid.serving.requests.cache_fields import CacheFields, server_part
-from sglang_hybrid.serving.tenants import check_key
+from sglang_hybrid.serving.stored_keys import check_key
 
 if TYPE_CHECKING:
     import fastapi

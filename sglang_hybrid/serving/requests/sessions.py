@@ -1,8 +1,8 @@
 """Sessions of SGLang (`/open_session`, `session_params`) belong to the tenant that opened them.
 
-A scheduler knows a session by an id. The HTTP server sends it the client's id with its tenant's
-name behind it, so that equal ids of two tenants are two sessions, and a foreign id is one that does
-not exist. An `sglang.Engine` has one user: its ids stay as they are.
+A scheduler knows a session by an id. The HTTP server sends it the client's id with the names of its
+payer and its tenant behind it, so that equal ids of two tenants are two sessions, and a foreign id
+is one that does not exist. An `sglang.Engine` has one user: its ids stay as they are.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 MOST_SESSIONS = 1_024
-"""Open sessions of one tenant."""
+"""Open sessions of one payer (`core/records/shares.py`)."""
 
-_OWNER = re.compile(r"#([0-9a-f]{16})?\Z")
+_OWNER = re.compile(r"#(?P<payer>([0-9a-f]{16})?/)([0-9a-f]{16})?\Z")
 
 
 async def open_session(
@@ -63,7 +63,9 @@ def put_owner(request: Any, http: object) -> None:
 
 def scheduler_id(session_id: str, owner: Tenant) -> str:
     """The id by which a scheduler knows `owner`'s session. Given such an id, that id."""
-    behind = f"#{tenant_names().name(owner)}"
+    names = tenant_names()
+    payer = names.name(tenant(None if owner is None else owner.payer, None))
+    behind = f"#{payer}/{names.name(owner)}"
     return session_id if session_id.endswith(behind) else session_id + behind
 
 
@@ -73,10 +75,12 @@ def shown_id(session_id: str) -> str:
 
 
 def has_too_many(sessions: Iterable[str], session_id: str) -> bool:
-    """Whether the tenant that a session would belong to has as many as it may; an engine's user may
+    """Whether the payer that a session would belong to has as many as it may; an engine's user may
     have any number.
     """
-    found = _OWNER.search(session_id)
-    if found is None:
+    own = _OWNER.search(session_id)
+    if own is None:
         return False
-    return sum(other.endswith(found[0]) for other in sessions) >= MOST_SESSIONS
+    owners = (_OWNER.search(other) for other in sessions)
+    held = [owner for owner in owners if owner is not None and owner["payer"] == own["payer"]]
+    return len(held) >= MOST_SESSIONS

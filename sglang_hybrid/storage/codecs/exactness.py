@@ -8,27 +8,10 @@ exact requests find each other's prefixes.
 from __future__ import annotations
 
 from sglang_hybrid.serving.requests.cache_fields import CacheFields
+from sglang_hybrid.serving.stored_keys import exact_key
 from sglang_hybrid.storage.codecs.coded_rows import chosen
-
-_MARK = "\0exact\0"
-_ESCAPE = "\0"
 
 
 def apart_if_exact(extra_key: str | None, fields: CacheFields) -> str | None:
-    """The extra key under which a request is stored (hooks/scheduling.py).
-
-    No key that a client sends becomes the key of requests that ask for exactness: one that begins
-    with the character 0 gets a second one.
-    """
-    if chosen().exact:
-        return extra_key
-    if fields.hints.exact:
-        return _MARK if extra_key is None else f"{_MARK}+{extra_key}"
-    if extra_key is not None and extra_key.startswith(_ESCAPE):
-        return _ESCAPE + extra_key
-    return extra_key
-
-
-def is_exact_part(extra_key: str | None) -> bool:
-    """Whether what is stored under this key must stay exact."""
-    return extra_key is not None and extra_key.startswith(_MARK)
+    """The extra key under which a request is stored (hooks/scheduling.py)."""
+    return exact_key(extra_key) if fields.hints.exact and not chosen().exact else extra_key
