@@ -89,7 +89,15 @@ def test_usual_sizes_are_expected_to_take_what_they_take(
     for at, size in enumerate(held):
         line.observe(size, true.seconds(size) * (late if at % 8 == 3 else 1))
     usual = float(np.median(held[WINDOW:]))
+    assert line.base >= 0
     assert line.seconds(usual) == pytest.approx(true.seconds(usual), rel=0.5)
+
+
+def test_no_time_begins_before_zero() -> None:
+    line = LineEstimate(10e9)
+    for size in range(1, WINDOW + 1):
+        line.observe(size, size**2 / 1e3)
+    assert line.base == 0
 
 
 def test_one_measurement_of_another_size_decides_nothing() -> None:
