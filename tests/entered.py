@@ -57,9 +57,11 @@ def is_bound(binding):
 
 found["unbound"] = [f"{it.module}.{it.attribute}" for it in BINDINGS if not is_bound(it)]
 
-from tests.keys_of_routes import rows
+from tests.keys_of_routes import foreign, rows
+from sglang.srt.entrypoints.http_server import app
 
 found["routes"] = asyncio.run(rows())
+found["foreign"] = asyncio.run(foreign(app))
 with open(sys.argv[2], "w") as file:
     json.dump(found, file)
 """
@@ -78,7 +80,7 @@ ASKED = {
 @cache
 def entered() -> dict[str, Any]:
     """What such a process finds. `resolved`: an argument with some flags; None leaves SGLang's
-    default. `routes`: what `tests.keys_of_routes` says.
+    default. `routes`, `foreign`: what `tests.keys_of_routes` says.
     """
     model = ["--model-path", str(ensure_tiny_model())]
     asked = json.dumps([[[*model, *flags], field] for flags, field in ASKED.values()])

@@ -1,7 +1,9 @@
 """Run in the process of entered.py: which routes there are, and what lets a request in."""
 
+import base64
 import inspect
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,17 @@ SENT = {
     "x-api": [(b"x-api-key", API.encode())],  # as Anthropic's clients send it
     "x-admin": [(b"x-api-key", ADMIN.encode())],
     "x-wrong": [(b"x-api-key", b"x")],
+    "basic api": [(b"authorization", b"Basic " + base64.b64encode(f"me:{API}".encode()))],
+    "basic admin": [(b"authorization", b"Basic " + base64.b64encode(f"me:{ADMIN}".encode()))],
 }
+FOREIGN = {
+    "host": [(b"host", b"evil.example")],
+    "origin": [(b"host", b"localhost"), (b"origin", b"http://evil.example")],
+    "frame": [(b"host", b"localhost"), (b"sec-fetch-site", b"cross-site")],
+}
+"""What a browser sends for a page of another origin: one whose name was made to resolve to this
+server, and two of the others.
+"""
 
 
 class Gate:
@@ -45,23 +57,56 @@ class Gate:
         self._let_in = True
 
     async def lets_in(self, path: str, method: str, headers: list[tuple[bytes, bytes]]) -> bool:
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "root_path": "",
-            "query_string": b"",
-            "headers": headers,
-            "server": ("127.0.0.1", 80),
-            "scheme": "http",
-        }
         self._let_in = False
-        await self._check(scope, _nothing, _nothing)
+        await self._check(_scope(path, method, headers), _nothing, _nothing)
         return self._let_in
 
 
 async def _nothing(*_: Any) -> None:
     return None
+
+
+def _scope(path: str, method: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "server": ("127.0.0.1", 80),
+        "scheme": "http",
+    }
+
+
+async def foreign(app: Any) -> list[tuple[str, str, str, str, int, list[str]]]:
+    """(method, path, key, what is foreign, status, names of CORS headers) of the answers of the
+    whole application, with an admin key, at and below /hybrid_cache, and at a path there that no
+    route has.
+    """
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    from sglang_hybrid.serving import routes as guard
+
+    guard._bound_to = lambda: "127.0.0.1"
+    add_api_key_middleware(app, api_key=None, admin_api_key=ADMIN)
+    below = {(method, path) for path, method, *_ in routes(app) if path.startswith(guard.OPERATORS)}
+    below |= {("GET", guard.OPERATORS), ("GET", guard.OPERATORS + "/of/a/later/router")}
+    below |= {("OPTIONS", path) for _, path in below}
+    found = []
+    for (method, path), key, what in itertools.product(sorted(below), SENT, FOREIGN):
+        asks = [(b"access-control-request-method", b"GET")] if method == "OPTIONS" else []
+        asked = _scope(re.sub(r"{.*?}", "1", path), method, [*SENT[key], *FOREIGN[what], *asks])
+        told: list[Any] = []
+
+        async def send(message: Any, told: list[Any] = told) -> None:
+            told.append(message)
+
+        await app(asked, _nothing, send)
+        names = [name.decode() for name, _ in told[0]["headers"]]
+        cors = [name for name in names if name.startswith("access-control")]
+        found.append((method, path, key, what, told[0]["status"], cors))
+    return found
 
 
 def is_sglangs(path: str, endpoint: Any) -> bool:

@@ -131,9 +131,10 @@ def with_all_routes(app: Any, *scope: Any) -> tuple[tuple[Any, ...], dict[str, A
 
 def take_x_api_key(_: None, app: Any, **__: Any) -> None:
     """A key may come in `x-api-key`: before the check of keys it is made a bearer's."""
+    from sglang_hybrid.explain.page.route import is_of_page
     from sglang_hybrid.serving.routes import KeyHeader
 
-    app.add_middleware(KeyHeader)
+    app.add_middleware(KeyHeader, is_page=is_of_page)
 
 
 def take_default_model(endpoint: Any, model: str | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

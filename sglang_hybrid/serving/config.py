@@ -71,6 +71,7 @@ class HybridConfig:
     hybrid_tier_codec: str = "exact"
     hybrid_tier_error: float = 0.0
     hybrid_tenants: str = ""
+    hybrid_hosts: str = ""
     hybrid_ui: Ui = Ui.OFF
     hybrid_full_hit: FullHit = FullHit.OFF
     hybrid_default_model: str = TRAINED

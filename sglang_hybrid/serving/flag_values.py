@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -160,6 +161,16 @@ def tenants(text: str) -> str:
         if word not in TENANTS:
             raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(TENANTS)}")
     return text
+
+
+def hosts(text: str) -> str:
+    """Names of hosts with commas between them, in small letters, still as text; "" is none."""
+    for name in filter(None, text.split(",")):
+        if not re.fullmatch(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+", name):
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no name of a host; give it alone, as in cache.example.org"
+            )
+    return text.lower()
 
 
 def one_of(kind: type[Enum]) -> Callable[[str], str]:

@@ -19,6 +19,7 @@ from sglang_hybrid.serving.flag_values import (
     count,
     eviction,
     flag_name,
+    hosts,
     order,
     share,
     tenants,
@@ -185,6 +186,14 @@ FLAGS = (
         read=tenants,
     ),
     # What an operator sees.
+    Flag(
+        "hybrid_hosts",
+        "names by which this server may be asked at /hybrid_cache/, with commas between them, "
+        "beside localhost, the address that it is bound to and this machine's name; a request with "
+        "another name in its header Host is refused, since a web page may have made it",
+        metavar="NAMES",
+        read=hosts,
+    ),
     Flag(
         "hybrid_ui",
         "a live page of the cache at /hybrid_cache/, which takes the admin key if one is set: with "

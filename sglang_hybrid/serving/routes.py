@@ -1,14 +1,25 @@
-"""What the check of keys must know: all routes of an application, and a request's key."""
+"""Middleware of the HTTP server: a request's key is put where the check of keys looks for it, and
+below /hybrid_cache/ nothing is told to web pages of other origins.
+"""
 
 import base64
-from collections.abc import Iterable
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import fastapi.routing
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglang_hybrid.serving.config import HybridConfig
 
 
 def all_routes(routes: Iterable[Any]) -> Iterable[Any]:
@@ -21,18 +32,18 @@ def all_routes(routes: Iterable[Any]) -> Iterable[Any]:
     return routes if contexts is None else contexts(routes)
 
 
-PAGE = "/hybrid_cache/"
-"""Where a browser asks for keys: as a password, by HTTP's basic authentication."""
-
-
 class KeyHeader:
     """ASGI middleware in front of the check of keys: where a request has no header Authorization, a
     key in `x-api-key`, where Anthropic's clients put it, becomes one. On the routes of the page so
     does the password that a browser sends, for which it is told to ask.
+
+    is_page: whether a request is for a route of the page. A browser sends a password that it knows
+    with every request to this server, whichever page makes it, so no other route takes one.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, is_page: Callable[[Scope], bool]) -> None:
         self._app = app
+        self._is_page = is_page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -41,7 +52,7 @@ class KeyHeader:
             if key is not None and "authorization" not in headers:
                 bearer = (b"authorization", f"Bearer {key}".encode("latin-1"))
                 scope["headers"] = [*scope["headers"], bearer]
-            if scope.get("path", "").startswith(PAGE):
+            if self._is_page(scope):
                 scope["headers"] = _with_password(scope["headers"])
                 send = _asking(send)
         await self._app(scope, receive, send)
@@ -73,3 +84,95 @@ def _asking(send: Send) -> Send:
         await send(message)
 
     return sent
+
+
+OPERATORS = "/hybrid_cache"
+"""Every route at or below this path tells what the cache holds."""
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
+
+
+class SameOrigin:
+    """ASGI middleware: a route at or below /hybrid_cache, whoever added it, answers only requests
+    that name this server in `Host` and were not made by a web page of another origin.
+
+    SGLang allows pages of all origins to read every answer (CORS), which this middleware is put in
+    front of. A page whose own name was made to resolve to this server's address (DNS rebinding) is
+    of the same origin for a browser, but its requests have that name in `Host`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        why = _why_refused(scope)
+        if why is None:
+            await self._app(scope, receive, send)
+            return
+        await JSONResponse({"error": why}, HTTPStatus.FORBIDDEN)(scope, receive, send)
+
+
+def _why_refused(scope: Scope) -> str | None:
+    """Why a request gets no answer, in one sentence; None if it gets one."""
+    if scope["type"] not in ("http", "websocket"):
+        return None
+    path = get_route_path(scope)
+    if path != OPERATORS and not path.startswith(OPERATORS + "/"):
+        return None
+    headers = Headers(scope=scope)
+    hosts = headers.getlist("host")
+    if not hosts or not all(map(_is_own, hosts)):
+        named = ", ".join(hosts) or "no host"
+        return (
+            f"the request names {named[:80]!r} as its host, by which this server is not known; "
+            "start it with --hybrid-hosts NAME, or use its address."
+        )
+    same_site = headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+    if not same_site or any(_host_of(origin) != hosts[0] for origin in headers.getlist("origin")):
+        return "pages of other hosts get nothing from this one."
+    return None
+
+
+def _host_of(origin: str) -> str | None:
+    """Name and port in a header `Origin`."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
+
+
+def _is_own(host: str) -> bool:
+    """Whether a header `Host` names this server: a loopback name or address, the address that it is
+    bound to, the name of this machine, or one of `--hybrid-hosts`. A server that is bound to all
+    addresses has any: a page that was loaded from an address needs no name to be resolved.
+    """
+    found = _HOST.fullmatch(host.lower())
+    if found is None:
+        return False
+    name, bound = found[1].strip("[]"), _bound_to().lower().strip("[]")
+    if name in ("localhost", bound, socket.gethostname().lower(), *_more_hosts()):
+        return True
+    address, own = _address(name), _address(bound)
+    if address is None:
+        return False
+    return address.is_loopback or (own is not None and (own.is_unspecified or own == address))
+
+
+def _bound_to() -> str:
+    """SGLang's --host."""
+    from sglang.srt.runtime_context import get_serving
+
+    return str(get_serving().host)
+
+
+@lru_cache(maxsize=1)
+def _more_hosts() -> frozenset[str]:
+    """What `--hybrid-hosts` says."""
+    return frozenset(HybridConfig.from_environment().hybrid_hosts.split(","))
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None

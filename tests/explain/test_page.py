@@ -22,6 +22,7 @@ from sglang_hybrid.explain.page.messages import (
     WatchReqOutput,
     WhatIfReq,
 )
+from sglang_hybrid.explain.page.route import is_of_page
 from sglang_hybrid.explain.page.view import READERS, PageView
 from sglang_hybrid.explain.page.watch import MOST_WATCHERS, TooManyWatchers, Watch
 from sglang_hybrid.explain.page.what_if import FEWEST, SIZES, scaled
@@ -326,6 +327,8 @@ def test_who_joins_while_the_last_one_leaves_is_told(monkeypatch: pytest.MonkeyP
         ("/hybrid_cache/", "Basic " + base64.b64encode(b"me:a:key").decode(), "Bearer a:key"),
         ("/hybrid_cache/", "Bearer key", "Bearer key"),
         ("/hybrid_cache/", "Basic no base64", "Basic no base64"),
+        ("/hybrid_cache/nodes/0/7", "Basic " + base64.b64encode(b":key").decode(), "Bearer key"),
+        ("/hybrid_cache/resumable", "Basic " + base64.b64encode(b"me:key").decode(), None),
         ("/flush_cache", "Basic " + base64.b64encode(b"me:key").decode(), None),
     ],
 )
@@ -340,8 +343,9 @@ def test_a_browser_gives_the_key_as_a_password(path: str, sent: str, comes: str 
     async def send(message: Any) -> None:
         answers.append(message)
 
-    scope = {"type": "http", "path": path, "headers": [(b"authorization", sent.encode())]}
-    asyncio.run(KeyHeader(app)(scope, None, send))  # type: ignore[arg-type]
+    scope = {"type": "http", "method": "GET", "path": path}
+    scope["headers"] = [(b"authorization", sent.encode())]
+    asyncio.run(KeyHeader(app, is_of_page)(scope, None, send))  # type: ignore[arg-type]
     assert seen == [sent if comes is None else comes]
     asks = [name for name, _ in answers[0]["headers"]]
-    assert asks == ([b"www-authenticate"] if path.startswith("/hybrid_cache/") else [])
+    assert asks == ([] if comes is None else [b"www-authenticate"])

@@ -8,13 +8,13 @@ from functools import lru_cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
+from starlette.routing import Match
 
 from sglang_hybrid import serving
 from sglang_hybrid.explain.miss_report import MissReport
@@ -38,6 +38,7 @@ from sglang_hybrid.serving.tenants import put_tenant
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from starlette.types import Scope
 
 FILES = Path(__file__).parent / "static"
 STYLE = "style.css"
@@ -55,14 +56,14 @@ HEADERS = {
 
 
 class _Route(APIRoute):
-    """A route of the page: closed without --hybrid-ui, and to pages of other hosts."""
+    """A route of the page: closed without --hybrid-ui."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handled(request: Request) -> Response:
             try:
-                _check(request)
+                _check()
                 response = await handle(request)
             except ValueError as error:
                 status = getattr(error, "status_code", HTTPStatus.BAD_REQUEST)
@@ -76,14 +77,15 @@ class _Route(APIRoute):
 router = APIRouter(prefix="/hybrid_cache", route_class=_Route, include_in_schema=False)
 
 
-def _check(request: Request) -> None:
+def is_of_page(scope: Scope) -> bool:
+    """Whether a request is for a route of the page, and so may have a password (KeyHeader)."""
+    return any(route.matches(scope)[0] is not Match.NONE for route in router.routes)
+
+
+def _check() -> None:
     if shown() is Ui.OFF or not has_our_cache(_manager()):
         why = "this server shows no page; start it with --hybrid-ui lengths or text."
         raise Refused(why, HTTPStatus.NOT_FOUND)
-    origin = request.headers.get("origin")
-    foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-    if foreign or (origin and urlsplit(origin).netloc != request.headers.get("host")):
-        raise Refused("pages of other hosts get nothing from this one.", HTTPStatus.FORBIDDEN)
 
 
 @lru_cache(maxsize=1)
