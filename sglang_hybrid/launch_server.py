@@ -105,6 +105,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     from sglang_hybrid.serving import preflight
     from sglang_hybrid.serving.backend import check_disk, choose_backend, choose_schedule
     from sglang_hybrid.serving.preflight import HOST_RESERVE
+    from sglang_hybrid.serving.requests.secrets import SECRETS, read_key
     from sglang_hybrid.serving.variables import old_flag_notes
 
     load_plugins()
@@ -144,9 +145,12 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     options.to_environment()
     sglang_argv += choose_schedule(flags, options) + choose_backend(flags, options)
     try:
-        return prepare_server_args(sglang_argv)
+        server_args = prepare_server_args(sglang_argv)
+        for name in SECRETS:
+            setattr(server_args, name, read_key(getattr(server_args, name)))
     except (ValueError, AssertionError, OSError) as error:
         raise StartupError(cannot_start(error)) from error
+    return server_args
 
 
 def _check_early(argv: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sglang_hybrid import SGLANG_VERSION, platforms
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.hooks import patching
-from sglang_hybrid.serving import warm_up
+from sglang_hybrid.serving import log_lines, warm_up
 from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def register() -> None:
         raise SystemExit(f"sglang_hybrid: {error}") from None
     except ValueError as error:
         raise SystemExit(str(error)) from None
+    log_lines.install()
     # All ranks and HTTP processes, which are started after this, give a tenant the same name.
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     from sglang.srt.platforms import current_platform

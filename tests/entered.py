@@ -25,6 +25,12 @@ for flags, field in json.loads(sys.argv[1]):
     server_args.resolve_once()
     found["resolved"].append(getattr(resolving_view(server_args), field))
 
+from sglang.srt.entrypoints.engine import _server_args_for_logging
+
+keys = ["--api-key", "sk-told", "--admin-api-key", "adm-told"]
+server_args = prepare_server_args([*json.loads(sys.argv[1])[0][0], *keys])
+found["logged"] = [f"server_args={_server_args_for_logging(server_args)}"]
+found["logged"].append(server_args.launch_command)
 import sglang.srt.managers.scheduler
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.hooks.hook import is_in_place
@@ -80,7 +86,8 @@ ASKED = {
 @cache
 def entered() -> dict[str, Any]:
     """What such a process finds. `resolved`: an argument with some flags; None leaves SGLang's
-    default. `routes`, `foreign`: what `tests.keys_of_routes` says.
+    default. `logged`: what a start with keys writes into its log. `routes`, `foreign`: what
+    `tests.keys_of_routes` says.
     """
     model = ["--model-path", str(ensure_tiny_model())]
     asked = json.dumps([[[*model, *flags], field] for flags, field in ASKED.values()])

@@ -88,6 +88,12 @@ def test_no_route_below_hybrid_cache_answers_a_foreign_page(ours: list[Route]) -
         assert status in refused and not cors, f"{method} {path} {key} {what}: {status} {cors}"
 
 
+def test_a_start_tells_no_keys() -> None:
+    line, command = entered()["logged"]
+    assert "'admin_api_key': '(hidden)'" in line and "--admin-api-key (hidden)" in command
+    assert "told" not in line + command
+
+
 def test_only_operators_routes_want_the_admin_key(routes: list[Route]) -> None:
     level = {route.path: route.level for route in routes}
     operators = tenant_routes.OPERATORS | tenant_routes.PAGE

@@ -24,6 +24,7 @@ import requests
 
 from sglang_hybrid.explain.miss_report import MissReport
 from sglang_hybrid.explain.render import render
+from sglang_hybrid.serving.requests.secrets import read_key
 
 TIMEOUT = 60.0  # seconds; a busy server answers between two steps
 
@@ -49,7 +50,10 @@ def main() -> int:
 
 def explain(options: argparse.Namespace) -> MissReport:
     """Ask the server. Raises `Failed`."""
-    server = Connection(options.url.rstrip("/"), options.api_key)
+    try:
+        server = Connection(options.url.rstrip("/"), read_key(options.api_key))
+    except ValueError as error:
+        raise Failed(f"--api-key: {error}") from None
     body: dict[str, Any] = {
         "extra_key": options.extra_key,
         "cache_salt": options.cache_salt,
@@ -171,7 +175,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--extra-key", help="the extra_key that the prompt is sent with, if any")
     parser.add_argument("--cache-salt", help="the cache_salt that it is sent with, if any")
     parser.add_argument("--lora-path", help="the adapter's name that it is sent with, if any")
-    parser.add_argument("--api-key", help="of the server, if it wants one")
+    parser.add_argument(
+        "--api-key", help="of the server, if it wants one; @FILE reads it from a file"
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     return parser
 

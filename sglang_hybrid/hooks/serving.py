@@ -114,11 +114,18 @@ def track_load_snapshots(init: Callable[..., None], writer: Any, *args: Any, **n
             register_shared_memory(writer.path)
 
 
-def hide_keys(info: dict[str, Any], *_: Any) -> dict[str, Any]:
-    """/server_info tells no keys."""
+def hide_keys(told: Any, *_: Any, **__: Any) -> Any:
+    """What hides the secret of watermarks in arguments, wherever they are told, hides keys, too."""
     from sglang_hybrid.serving.requests.secrets import without_keys
 
-    return without_keys(info)
+    return without_keys(told)
+
+
+def hide_given_keys(command: Any, *more: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The command line that a server tells has no keys."""
+    from sglang_hybrid.serving.requests.secrets import words_without_keys
+
+    return (words_without_keys(command), *more), {}
 
 
 def with_all_routes(app: Any, *scope: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

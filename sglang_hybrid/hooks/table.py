@@ -179,9 +179,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     *_in(
         "sglang.srt.entrypoints.http_server",
-        ("redact_watermark_secrets", _AFTER, serving.hide_keys),
         ("kill_process_tree", _AROUND, serving.kill_process_tree),
         ("launch_server", _AROUND, serving.leave_nothing),
+    ),
+    *_in(
+        "sglang.srt.sampling.watermarking.core",
+        ("redact_watermark_secrets", _AFTER, serving.hide_keys),
+        ("redact_watermark_command_line", _BEFORE, serving.hide_given_keys),
     ),
     *_in(
         "sglang.srt.utils.auth",

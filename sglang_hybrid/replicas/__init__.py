@@ -1,6 +1,6 @@
 """Several servers: what the cache of each one holds, and which of them should get a prompt.
 
-    python -m sglang_hybrid.replicas watch http://a:30000 http://b:30000 --admin-key KEY
+    python -m sglang_hybrid.replicas watch http://a:30000 http://b:30000 --admin-api-key @FILE
 
 prints once a second what each server holds, `route` instead of `watch` sends requests on to them,
 and `serve --n 2` starts servers, too. In a router of your own:

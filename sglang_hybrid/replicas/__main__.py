@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from sglang_hybrid.replicas import Replicas
+from sglang_hybrid.serving.requests.secrets import read_key
 from sglang_hybrid.serving.server_process import ServerFailed
 
 
@@ -70,7 +71,6 @@ def parser() -> argparse.ArgumentParser:
     }
     for name in ("watch", "route", "pick"):
         made[name].add_argument("urls", nargs="+", metavar="URL", help="of a server")
-        made[name].add_argument("--admin-key", help="the servers' --admin-api-key")
     for name, port in {"route": 30_000, "pick": 9_002, "serve": 30_000}.items():
         made[name].add_argument("--host", default="127.0.0.1", help="to listen on (127.0.0.1)")
         made[name].add_argument("--port", type=int, default=port, help=f"to listen on ({port})")
@@ -79,7 +79,9 @@ def parser() -> argparse.ArgumentParser:
         )
     made["serve"].description = "All other flags are those of each server (launch_server)."
     made["serve"].add_argument("--n", type=int, default=2, help="servers (2)")
-    made["serve"].add_argument("--admin-api-key", help="of each server")
+    for name, command in made.items():
+        flags = ["--admin-api-key"] if name == "serve" else ["--admin-api-key", "--admin-key"]
+        command.add_argument(*flags, help="of each server; @FILE reads it from a file")
     return main
 
 
@@ -103,18 +105,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(given: argparse.Namespace, flags: Sequence[str]) -> None:
     listen = "" if given.command == "watch" else f"{given.host}:{given.port}"
+    try:
+        key = read_key(given.admin_api_key)
+    except ValueError as error:
+        raise SystemExit(f"--admin-api-key: {error}") from None
     if given.command == "serve":
         from sglang_hybrid.replicas import fleet
 
-        key = given.admin_api_key
-        flags = [*flags, "--admin-api-key", key] if key else flags
+        flags = [*flags, "--admin-api-key", given.admin_api_key] if key else flags
         fleet.run(given.n, flags, listen, key, given.metrics_port)
     elif given.command == "route":
         from sglang_hybrid.replicas import fleet
 
-        fleet.route(given.urls, listen, given.admin_key, given.metrics_port)
+        fleet.route(given.urls, listen, key, given.metrics_port)
     else:
-        with closing(Replicas(given.urls, given.admin_key)) as replicas:
+        with closing(Replicas(given.urls, key)) as replicas:
             if given.command == "watch":
                 watch(replicas)
             else:

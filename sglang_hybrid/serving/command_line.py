@@ -84,6 +84,7 @@ CHECKED: dict[Read, dict[str, Any]] = {
         **{"--attention-backend": None, "--prefill-attention-backend": None},
         **{"--decode-attention-backend": None, "--sampling-backend": None, "--dtype": "auto"},
         **{"--speculative-algorithm": None, "--lora-backend": "csgmv", "--api-key": None},
+        **{"--admin-api-key": None, "--ssl-keyfile-password": None},
     },
 }
 """SGLang's flags that take one value: what reads it, their names and their default."""

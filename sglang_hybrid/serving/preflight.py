@@ -18,6 +18,7 @@ from sglang_hybrid.serving.model_directory import (
     is_elsewhere,
     read_config,
 )
+from sglang_hybrid.serving.requests.secrets import SECRETS, read_key
 from sglang_hybrid.serving.startup import StartupError
 
 LAST_PORT = 65_535
@@ -71,6 +72,7 @@ def check(flags: argparse.Namespace) -> None:
     check_port(flags.host, flags.port)
     check_device(flags.device)
     check_adapters(flags.lora_paths)
+    check_keys(flags)
     check_tokenizer(flags.tokenizer_path)
     check_model(
         flags.model_path,
@@ -102,6 +104,21 @@ def _other_address(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM):
         return "choose a --port of 1024 or more"
     return "give a --host that is an address of this machine, or leave it out"
+
+
+def check_keys(flags: argparse.Namespace) -> None:
+    """Raise `StartupError` for a key that cannot be read, and for one that nobody would check."""
+    for name in SECRETS:
+        try:
+            read_key(getattr(flags, name))
+        except ValueError as error:
+            raise StartupError(f"{flag_name(name)}: {error}") from None
+    given = [name for name in ("api_key", "admin_api_key") if getattr(flags, name)]
+    if given and flags.tokenizer_worker_num > 1:
+        raise StartupError(
+            f"{flag_name(given[0])}: SGLang checks no keys with --tokenizer-worker-num "
+            f"{flags.tokenizer_worker_num}, so every route would be open; leave out one of the two."
+        )
 
 
 def check_trace(enabled: bool) -> None:

@@ -86,7 +86,7 @@ def test_a_router_knows_each_server_and_the_key() -> None:
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == servers["spec"]["selector"]["matchLabels"]
     assert cluster.urls == [f"dns://{headless}:30000"]
-    assert cluster.admin_key == "$(ADMIN_KEY)"
+    assert cluster.admin_api_key == "@/run/keys/admin-key"
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     assert compose.urls == ["dns://server:30000"] and services["server"]["deploy"]["replicas"] == 2
 

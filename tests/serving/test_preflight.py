@@ -17,6 +17,7 @@ from sglang_hybrid.serving.preflight import (
     check_adapters,
     check_device,
     check_host_room,
+    check_keys,
     check_overrides,
     check_pools,
     check_port,
@@ -296,3 +297,17 @@ def test_traces_without_their_packages(package: str, monkeypatch: pytest.MonkeyP
     check_trace(False)
     monkeypatch.setattr(preflight, "TRACE_PACKAGES", ("json.decoder",))
     check_trace(True)
+
+
+def test_a_key_can_be_read_and_is_checked(tmp_path: Path) -> None:
+    none = dict.fromkeys(("api_key", "admin_api_key", "ssl_keyfile_password"))
+    file = tmp_path / "key"
+    admin = argparse.Namespace(**{**none, "admin_api_key": f"@{file}", "tokenizer_worker_num": 1})
+    with pytest.raises(StartupError, match=r"--admin-api-key: the key's file '.*' cannot be read"):
+        check_keys(admin)
+    file.write_text("key")
+    check_keys(admin)
+    admin.tokenizer_worker_num = 2
+    with pytest.raises(StartupError, match=r"--admin-api-key: SGLang checks no keys with .*-num 2"):
+        check_keys(admin)
+    check_keys(argparse.Namespace(**none, tokenizer_worker_num=2))

@@ -3,42 +3,63 @@ that requests name in their addresses (hooks/serving.py, patch 0067).
 """
 
 import logging
-import shlex
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
-
-from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """SGLang's arguments that open something."""
 
-COMMAND = "launch_command"
+FLAGS = tuple("--" + name.replace("_", "-") for name in SECRETS)
+FILE = "@"
+"""Begins the name of a file where a flag would have a key."""
+
 HIDDEN = "(hidden)"
 
 
-def without_keys(info: dict[str, Any]) -> dict[str, Any]:
-    """What /server_info tells, as plain values: who may read it has the ordinary key at most."""
-    told: dict[str, Any] = msgspec_to_builtins(info)
-    secrets = {str(told[name]) for name in SECRETS if told.get(name)}
-    return {key: _hide(key, value, secrets) for key, value in told.items()}
+def read_key(given: str | None) -> str | None:
+    """The key that a flag gives: its value, or what the file holds that is named behind an `@`.
+    Raises ValueError for a file that holds no key.
+    """
+    if given is None or not given.startswith(FILE):
+        return given
+    name = given.removeprefix(FILE)
+    try:
+        key = Path(name).read_text().strip()
+    except OSError as error:
+        raise ValueError(f"the key's file {name!r} cannot be read: {error.strerror}.") from None
+    except ValueError:
+        raise ValueError(f"the key's file {name!r} is no text; put the key alone there.") from None
+    if not key or not key.isprintable():
+        raise ValueError(f"the key's file {name!r} must have one line, the key.")
+    return key
 
 
-def _hide(key: str, value: Any, secrets: set[str]) -> Any:
-    if isinstance(value, dict):
-        return {name: _hide(name, part, secrets) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_hide(key, part, secrets) for part in value]
-    if key in SECRETS and value:
-        return HIDDEN
-    if key == COMMAND and isinstance(value, str):
-        return shlex.join(_hide_word(word, secrets) for word in shlex.split(value))
-    return value
+def without_keys(told: Any) -> Any:
+    """A dictionary of arguments with `HIDDEN` in place of keys; anything else as it is."""
+    if not isinstance(told, dict):
+        return told
+    hidden = {name: HIDDEN for name in SECRETS if told.get(name)}
+    return told | hidden if hidden else told
 
 
-def _hide_word(word: str, secrets: set[str]) -> str:
-    flag, _, value = word.partition("=")
-    if value in secrets:
-        return f"{flag}={HIDDEN}"
-    return HIDDEN if word in secrets else word
+def words_without_keys(command: Iterable[str]) -> list[str]:
+    """The words of a command line with `HIDDEN` in place of keys."""
+    words: list[str] = []
+    follows = False
+    for word in command:
+        flag, equals, _ = word.partition("=")
+        opens = not follows and _is_secret(flag)
+        if follows or (opens and equals):
+            word = HIDDEN if follows else f"{flag}={HIDDEN}"
+        words.append(word)
+        follows = opens and not equals
+    return words
+
+
+def _is_secret(flag: str) -> bool:
+    """Whether a flag, which may be cut short, is one of `FLAGS`. --ssl-keyfile counts, too."""
+    return flag.startswith("--") and len(flag) > 2 and any(each.startswith(flag) for each in FLAGS)
 
 
 def hide_queries() -> None:

@@ -1,34 +1,67 @@
-"""What /server_info tells of the keys that the server was started with: nothing."""
+"""A server tells its keys nowhere, and takes them from a file."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.serving.requests.secrets import hide_queries, without_keys
+from sglang_hybrid.serving.requests.secrets import (
+    hide_queries,
+    read_key,
+    without_keys,
+    words_without_keys,
+)
 
 KEYS = {"api_key": "sk", "admin_api_key": "adm"}
 
 
-def test_keys_are_told_nowhere() -> None:
-    told = without_keys(
-        {
-            **KEYS,
-            "model_path": "/risk/task",
-            "launch_command": "--api-key sk --admin-api-key=adm --port 3 --served-model-name 'a b'",
-            "internal_states": [{**KEYS, "nested": [{"api_key": "sk"}]}],
-        }
-    )
-    assert told["api_key"] == told["admin_api_key"] == "(hidden)"
-    assert told["model_path"] == "/risk/task"
-    assert told["launch_command"] == (
-        "--api-key '(hidden)' '--admin-api-key=(hidden)' --port 3 --served-model-name 'a b'"
-    )
-    assert told["internal_states"][0]["nested"] == [{"api_key": "(hidden)"}]
+def test_arguments_are_told_without_keys() -> None:
+    told = {"model_path": "/risk/task", "ssl_keyfile_password": None}
+    hidden = dict.fromkeys(KEYS, "(hidden)")
+    assert without_keys({**KEYS, **told}) == {**hidden, **told}
+    assert without_keys(told) == told
+    assert without_keys(["sk"]) == ["sk"]
 
 
-def test_a_server_without_keys_says_so() -> None:
-    told = without_keys({"api_key": None, "admin_api_key": None, "launch_command": "--port 3"})
-    assert told == {"api_key": None, "admin_api_key": None, "launch_command": "--port 3"}
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--api-key sk --port 3", "--api-key (hidden) --port 3"),
+        ("--admin-api-key=adm --port 3", "--admin-api-key=(hidden) --port 3"),
+        (
+            "--admin-api adm --ssl-keyfile-pass=x",
+            "--admin-api (hidden) --ssl-keyfile-pass=(hidden)",
+        ),
+        ("--api-key --api-key --port 3", "--api-key (hidden) --port 3"),
+        ("--host sk --api-key", "--host sk --api-key"),
+    ],
+)
+def test_a_command_line_is_told_without_keys(given: str, told: str) -> None:
+    assert words_without_keys(given.split()) == told.split()
+
+
+def test_a_key_comes_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("the key \n")
+    assert read_key(f"@{file}") == "the key"
+    assert (read_key("the@key"), read_key(None)) == ("the@key", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "cannot be read: No such"),
+        (b" \n", "one line"),
+        (b"a\nb", "one line"),
+        (b"\xff", "text"),
+    ],
+)
+def test_a_file_without_a_key_is_refused(tmp_path: Path, content: bytes | None, why: str) -> None:
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"the key's file '.*key' .*{why}"):
+        read_key(f"@{file}")
 
 
 def test_the_access_log_has_no_queries(caplog: pytest.LogCaptureFixture) -> None:
