@@ -28,7 +28,7 @@ from sglang_hybrid.prompts.schemas.xml import MOST_BYTES, MarkupError
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
 from sglang_hybrid.serving.requests.texts import check_text
-from sglang_hybrid.serving.tenants import Tenant, put_tenant, tenant, tenant_of_http
+from sglang_hybrid.serving.tenants import Tenant, put_tenant, tenant
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -87,11 +87,24 @@ class Prewarm(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str | None = None
 
 
-def _tenant(
+class Whose(msgspec.Struct):
+    """What a body that needs nothing else may say: the extra key and salt of a schema."""
+
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+MOST_OF_WHOSE = 64 << 10
+WHOSE = BodyKind("tenant", '{"extra_key": "a", "cache_salt": "b"}, or nothing')
+
+
+async def _tenant(
     request: Request, extra_key: str | None = None, cache_salt: str | None = None
 ) -> Tenant:
-    """The tenant that a request without a body names; in its query, for one."""
-    return tenant_of_http(request)
+    """The tenant that a request names which needs no body: in its query, a header, or a body."""
+    said = await read_json(request, Whose, MOST_OF_WHOSE, "that of a tenant may have", WHOSE)
+    put_tenant(said, request)
+    return tenant(said.extra_key, said.cache_salt)
 
 
 Own = Annotated[Tenant, Depends(_tenant)]
