@@ -19,6 +19,7 @@ from sglang_hybrid.checkpoints.tracks import StateTracks
 from sglang_hybrid.core.checkpoints import checkpoint_plan as plans
 from sglang_hybrid.core.checkpoints.admission import Checkpoint, Prefill, Skip
 from sglang_hybrid.serving.per_request import PerRequest
+from sglang_hybrid.serving.requests.ids import shown_id
 from sglang_hybrid.serving.tenants import tenant_of
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Planner:
         plan, micro_branches = plans.plan_checkpoints(
             prefill, history_match, self._min_branch_tokens
         )
-        plan.request_id, plan.tenant = req.rid, tenant_of(req)
+        plan.request_id, plan.tenant = shown_id(req.rid), tenant_of(req)
         self.drop(req)
         self._plans[req] = plan
         if plan.is_open:
@@ -116,7 +117,7 @@ class Planner:
         """`req` joined a batch: what it will not leave is counted, once."""
         for branch in self._micro_branches.pop(req) or ():
             request = plans.CheckpointRequest(
-                branch.position, branch.kind, req.rid, tenant=tenant_of(req)
+                branch.position, branch.kind, shown_id(req.rid), tenant=tenant_of(req)
             )
             self._skip(req, request, Skip.MICRO_BRANCH)
 

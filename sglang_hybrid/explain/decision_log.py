@@ -35,6 +35,7 @@ from sglang_hybrid.explain.recent import (
     RecentRequests,
     ResumedFrom,
 )
+from sglang_hybrid.serving.requests.ids import shown_id
 from sglang_hybrid.serving.telemetry.stats import Evicted, RequestReport
 from sglang_hybrid.serving.tenants import Tenant, tenant, tenant_of
 
@@ -142,7 +143,8 @@ class DecisionLog:
         if not self._someone_came:
             self._someone_came, self._first = True, whose
         self.one_tenant = self.one_tenant and whose == self._first
-        known = self.recent.get(whose, req.rid)
+        name = shown_id(req.rid)
+        known = self.recent.get(whose, name)
         used = self.checkpoint_of(node, report.hit_tokens)
         if known is not None and known.used is not None and used is not None:
             same = known.used.position == used.position
@@ -156,11 +158,11 @@ class DecisionLog:
             self.now(),
             None if known is None else known.known,
         )
-        self.recent.put(whose, req.rid, seen, seen.size(req.rid))
+        self.recent.put(whose, name, seen, seen.size(name))
 
     def on_history_match(self, req: Req, known_len: int) -> None:
         """The first `known_len` tokens of the prompt of `req` were sent before by its tenant."""
-        seen = self.recent.get(tenant_of(req), req.rid)
+        seen = self.recent.get(tenant_of(req), shown_id(req.rid))
         if seen is not None:
             seen.known = known_len
 

@@ -12,6 +12,23 @@ def send_arrival(state: dict[str, Any], stats: Any) -> None:
     state.setdefault("created_time", stats.created_time)
 
 
+def refuse_used_ids(manager: Any, body: Any, *_: Any, **__: Any) -> None:
+    """An id of a request that has not ended is refused by the name that its client gave."""
+    from sglang_hybrid.serving.requests import ids
+
+    ids.refuse_used_ids(manager.rid_to_state, body.rid)
+
+
+def keep_owner(regenerate: Callable[[Any], Any], request: Any) -> Any:
+    """Each of several answers to one prompt has an id of its own; it is the tenant's, too."""
+    from sglang_hybrid.serving.requests.ids import owner_part
+
+    before, made = request.rid, regenerate(request)
+    if isinstance(before, str):
+        request.rid = made = made + owner_part(before)
+    return made
+
+
 def render_anew(
     chat: Any, messages: Any, *, use_cache: bool, **named: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -196,6 +196,7 @@ HOOKS: tuple[Hook, ...] = (
     *_in(
         "sglang.srt.managers.tokenizer_manager",
         ("TokenizerManager.sigterm_watchdog", _AROUND, serving.end_on_signal),
+        ("TokenizerManager._init_req_state", _BEFORE, serving.refuse_used_ids),
         ("TokenizerManager.convert_to_span_attrs", _AFTER, serving.tell_span),
         ("TokenizerManager._send_one_request", _AROUND, serving.send_prompts),
         ("TokenizerManager._send_batch_request", _AROUND, serving.send_prompts),
@@ -205,6 +206,10 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.entrypoints.engine",
         ("kill_process_tree", _AROUND, serving.kill_process_tree),
         ("Engine._launch_subprocesses", _AFTER, serving.note_shared_memory),
+    ),
+    *_in(
+        "sglang.srt.managers.io_struct",
+        ("GenerateReqInput.regenerate_rid", _AROUND, serving.keep_owner),
     ),
     *_in(
         "sglang.srt.managers.load_snapshot",

@@ -230,8 +230,10 @@ AFTER_THE_END: dict[str, Walk] = {
 }
 ELSEWHERE: dict[str, list[Callable[..., None]]] = {
     "how often files were used": [test_uses_file.test_tenants_are_apart_and_are_not_named],
+    "ids of requests": [routes.test_the_id_of_a_request_is_its_tenants_own],
     "the live page": [
         test_page.test_other_hosts_get_nothing,
+        test_keys.test_no_route_below_hybrid_cache_answers_a_foreign_page,
         test_keys.test_a_route_is_open_to_the_keys_of_its_level,
     ],
     "a store that servers share": [

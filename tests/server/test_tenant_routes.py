@@ -4,7 +4,9 @@ the other. Which routes there are is in tests/tenant_routes.py.
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -13,7 +15,7 @@ import requests
 
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests import tenant_routes
-from tests.server.client import hybrid_cache, random_prompt, until
+from tests.server.client import greedy, hybrid_cache, random_prompt, until
 
 IN_QUERY = ("/v1/decisions",)
 """Routes whose bodies may hold no other fields than their own."""
@@ -71,6 +73,49 @@ def test_a_tenant_that_is_no_text_is_refused(url: str, path: str, whose: Any) ->
     answer = post(url, path, body)
     assert answer.status_code == 400
     assert "cache_salt" in answer.text
+
+
+def test_the_id_of_a_request_is_its_tenants_own(url: str) -> None:
+    """Two tenants use one at a time, and each ends its own request with it."""
+
+    def begun(whose: str) -> Iterator[dict[str, Any]]:
+        body = greedy(random_prompt(20, seed=74), 4_000, rid="r", cache_salt=whose, stream=True)
+        answer = requests.post(url + "/generate", json=body, stream=True, timeout=60)
+        events = (line[6:] for line in answer.iter_lines() if line.startswith(b"data: {"))
+        yield from map(json.loads, events)
+
+    def abort(**named: str) -> None:
+        assert post(url, "/abort_request", {"rid": "r", **named}).status_code == 200
+
+    running = {whose: begun(whose) for whose in "ab"}
+    assert {next(events)["meta_info"]["id"] for events in running.values()} == {"r"}
+    again = post(url, "/generate", greedy([300], 1, rid="r", cache_salt="a"))
+    assert again.status_code == 400 and "Duplicate request ID detected: 'r'" in again.text
+    abort()
+    abort(cache_salt="c")
+    abort(rid="", cache_salt="a")
+    ended = {}
+    for whose, events in running.items():
+        assert next(events)["meta_info"]["finish_reason"] is None
+        abort(cache_salt=whose)
+        *_, last = events
+        ended[whose] = last["meta_info"]["finish_reason"]["type"]
+        assert last["meta_info"]["id"] == "r"
+    assert ended == {"a": "abort", "b": "abort"}
+
+
+@pytest.mark.parametrize("rid", [None, ["p", "q"]])
+def test_an_answer_tells_the_id_that_its_client_knows(url: str, rid: list[str] | None) -> None:
+    """Of each answer to one prompt, and of each prompt of a batch, also in a stream."""
+    several = post(url, "/generate", greedy([300], 1, {"n": 2}, cache_salt="a")).json()
+    ids = {one["meta_info"]["id"] for one in several}
+    assert len(ids) == 2 and {len(one) for one in ids} == {32}
+    body = greedy([[300], [301]], 2, rid=rid, cache_salt=["a", "b"], stream=True)
+    lines = post(url, "/generate", body).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert {event["index"] for event in events} == {0, 1}
+    if rid is not None:
+        assert {rid[event["index"]] == event["meta_info"]["id"] for event in events} == {True}
 
 
 def test_instances_of_a_body_name_no_tenant(url: str) -> None:

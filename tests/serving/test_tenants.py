@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 from collections.abc import Callable, Iterator
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,10 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 import sglang_hybrid
+from sglang_hybrid.hooks.serving import keep_owner, refuse_used_ids
 from sglang_hybrid.serving import tenants
-from sglang_hybrid.serving.requests.sessions import (
+from sglang_hybrid.serving.requests.checks import normalize
+from sglang_hybrid.serving.requests.ids import (
     MOST_SESSIONS,
     has_too_many,
     open_session,
@@ -421,7 +424,8 @@ def test_a_prompt_continues_its_own_tenants_session_only() -> None:
     for salt in ("a", "b", None):
         made = prompt(session_params={"id": "s", "rid": "r"}, cache_salt=salt)
         put_owner(made, http())
-        assert made.session_params is not None and made.session_params["rid"] == "r"
+        assert made.session_params is not None
+        assert made.session_params["rid"] == scheduler_id("r", tenant(None, salt))
         names[salt] = made.session_params["id"]
         put_owner(made, http())
         assert made.session_params["id"] == names[salt]
@@ -440,15 +444,71 @@ def test_a_prompt_that_is_embedded_is_in_no_session() -> None:
 
 
 def test_a_session_of_an_engine_keeps_its_id() -> None:
-    made = prompt(session_params={"id": "s"}, cache_salt="a")
+    made = prompt(session_params={"id": "s", "rid": "r"}, cache_salt="a")
     put_owner(made, None)
-    assert made.session_params == {"id": "s"}
+    assert made.session_params == {"id": "s", "rid": "r"}
 
 
 def test_a_batch_of_several_tenants_is_in_no_session() -> None:
     made = GenerateReqInput(text=["x", "y"], session_params={"id": "s"}, cache_salt=["a", "b"])
     with pytest.raises(ValueError, match="a session has one tenant"):
         put_owner(made, http())
+
+
+def rid_of(rid: Any, whose: Any = None, text: Any = "x") -> Any:
+    """By which id, or ids of a batch, a scheduler knows what comes over HTTP."""
+    made = GenerateReqInput(text=text, rid=rid, cache_salt=whose)
+    normalize(made, http())
+    parts = made.rid if made.is_single else [made[item].rid for item in range(len(made.rid))]
+    assert parts == made.rid
+    return parts
+
+
+def test_requests_of_equal_ids_are_two_for_two_tenants() -> None:
+    ids = [rid_of("r", whose) for whose in ("a", "b", None)]
+    assert len(set(ids)) == 3 and {shown_id(rid) for rid in ids} == {"r"}
+    assert rid_of(["r", "q"], ["a", "b"], ["x", "y"]) == [ids[0], rid_of("q", "b")]
+    assert rid_of("r", "a", ["x", "y"]) == [rid_of("r_0", "a"), rid_of("r_1", "a")]
+    assert len(shown_id(rid_of(None))) == 32 and len(shown_id(rid_of(None, "a"))) == 32
+
+
+def test_no_id_is_the_beginning_of_another_one() -> None:
+    """A scheduler aborts what begins so."""
+    ids = [rid_of(rid, whose) for whose in ("a", None) for rid in ("", "r", "rr", None)]
+    assert [(rid, other) for rid, other in permutations(ids, 2) if other.startswith(rid)] == []
+
+
+def test_the_servers_own_requests_keep_their_ids() -> None:
+    made = prompt(rid="HEALTH_CHECK_1")
+    health = http()
+    health.scope["route"] = SimpleNamespace(path="/health_generate")
+    normalize(made, health)
+    assert made.rid == "HEALTH_CHECK_1"
+    made = prompt(rid="r", cache_salt="a")
+    normalize(made, None)
+    assert made.rid == "r"
+    embedded = EmbeddingReqInput(text=["x", "y"], rid=["r", "q"])
+    normalize(embedded, http())
+    assert embedded.rid == [rid_of("r"), rid_of("q")]
+
+
+def test_an_id_that_is_made_anew_keeps_its_tenant() -> None:
+    own, engines = (SimpleNamespace(rid=rid) for rid in (rid_of("r", "a"), "r"))
+
+    def regenerate(request: Any) -> str:
+        request.rid = "new"
+        return "new"
+
+    assert keep_owner(regenerate, own) == own.rid == rid_of("new", "a")
+    assert keep_owner(regenerate, engines) == engines.rid == "new"
+
+
+def test_an_id_is_refused_as_its_client_knows_it() -> None:
+    manager = SimpleNamespace(rid_to_state={rid_of("r\n", "a")})
+    refuse_used_ids(manager, SimpleNamespace(rid=rid_of("r\n", "b")))
+    for rid in (rid_of("r\n", "a"), [rid_of("q", "a"), rid_of("r\n", "a")]):
+        with pytest.raises(ValueError, match=r"Duplicate request ID detected: 'r\\n' is that of"):
+            refuse_used_ids(manager, SimpleNamespace(rid=rid))
 
 
 def test_names_of_sessions_do_not_tell_the_salt() -> None:
@@ -464,7 +524,8 @@ def test_anthropics_clients_send_their_key_elsewhere() -> None:
             found.append(Headers(scope=scope).get("Authorization"))
 
         scope = {"type": "http", "headers": list(sent)}
-        asyncio.run(KeyHeader(check)(scope, None, None))  # type: ignore[arg-type]
+        header = KeyHeader(check, is_page=lambda _: False)
+        asyncio.run(header(scope, None, None))  # type: ignore[arg-type]
         return found[0]
 
     key, bearer = (b"x-api-key", b"sk"), (b"authorization", b"Bearer other")

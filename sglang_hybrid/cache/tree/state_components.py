@@ -17,6 +17,7 @@ from sglang_hybrid.cache.tree.kv_components import value_len
 from sglang_hybrid.core.checkpoints.admission import Skip
 from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.records.nodes import Kind
+from sglang_hybrid.serving.requests.ids import shown_id
 from sglang_hybrid.serving.telemetry.stats import Evicted
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class RobustMamba(MambaComponent):
             if skip is not None:
                 self._parts.stats.skipped[skip.value] += 1
                 self._parts.decision_log.on_skip(
-                    req, CheckpointRequest(position, kind, req.rid), skip
+                    req, CheckpointRequest(position, kind, shown_id(req.rid)), skip
                 )
                 return 0
         length: int | None = super().prepare_for_caching_req(

@@ -35,6 +35,7 @@ from sglang_hybrid.explain.page.messages import (
 )
 from sglang_hybrid.explain.page.what_if import WhatIf
 from sglang_hybrid.explain.stored import prefix_key, stored_path
+from sglang_hybrid.serving.requests.ids import shown_id
 from sglang_hybrid.serving.telemetry.stats import Evicted
 from sglang_hybrid.serving.tenants import tenant, tenant_names
 
@@ -262,7 +263,8 @@ class PageView:
             return
         for req in self.scheduler.running_batch.reqs:
             if req.last_node is not None:
-                yield req.rid, req.last_node, len(req.origin_input_ids), len(req.output_ids)
+                lengths = len(req.origin_input_ids), len(req.output_ids)
+                yield shown_id(req.rid), req.last_node, *lengths
 
     def _is_busy(self) -> bool:
         scheduler = self.scheduler

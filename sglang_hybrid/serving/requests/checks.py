@@ -20,6 +20,7 @@ from sglang_hybrid.core.returns.hints import EXACT
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.requests import fields, kv_hints
 from sglang_hybrid.serving.requests.cache_fields import CacheFields, server_part
+from sglang_hybrid.serving.requests.ids import own_ids
 from sglang_hybrid.serving.stored_keys import check_key
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     _samples(request.sampling_params)
     try:
         request.normalize_batch_and_arguments()
+        own_ids(request, http)
         if not request.is_single:
             for item in range(len(request.rid)):
                 part = request[item]  # SGLang makes the requests of a batch now, and keeps them
