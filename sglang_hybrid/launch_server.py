@@ -285,8 +285,8 @@ def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
         directory = ensure_tiny_model(name)
     except OSError as error:
         raise StartupError(
-            f"the embedded default model cannot be written: {error}; set XDG_CACHE_HOME to a "
-            "directory that can be written, or give --model-path."
+            f"the embedded default model cannot be kept: {error}; set XDG_CACHE_HOME to a "
+            "directory of your own that can be written, or give --model-path."
         ) from None
     note = f"no --model-path given, so the embedded {name} model is served; " + (
         "it knows one sentence about most names of Python's standard library, and nothing else."

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -70,11 +71,26 @@ def tiny_model_directory(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
 
 
 def ensure_tiny_model(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
-    """The directory of ``architecture`` in the cache, built first if it is not there."""
+    """The directory of ``architecture`` in the cache, built first if it is not there.
+
+    Raises PermissionError where another user could have written it.
+    """
     directory = tiny_model_directory(architecture)
-    if (directory / "config.json").is_file():
-        return directory
-    return build_tiny_model(architecture, directory)
+    if not (directory / "config.json").is_file():
+        build_tiny_model(architecture, directory)
+    _check_owner(directory.parent.resolve(), stat.S_IWOTH)
+    for path in (directory, *directory.iterdir()):
+        _check_owner(path, stat.S_IWGRP | stat.S_IWOTH)
+    return directory
+
+
+def _check_owner(path: Path, others: int) -> None:
+    """Raises PermissionError unless ``path`` is this user's, or root's, and has none of the bits
+    ``others``.
+    """
+    found = path.lstat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & others:
+        raise PermissionError(f"another user may write {path}, so it is not used; remove it")
 
 
 @cache
@@ -127,10 +143,11 @@ def _write(model: Model, directory: Path) -> None:
     if model.weights is not None:
         weights = directory / "model.safetensors"
         save_file(model.weights.tensors, str(weights), metadata={"format": "pt"})
-        weights.chmod(0o644)  # safetensors writes files that only their owner may read
     for name, content in model.files.items():
         _write_json(directory / name, content)
     _write_json(directory / "config.json", model.config)
+    for path in directory.iterdir():  # whatever the umask; safetensors lets nobody else read
+        path.chmod(0o644)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

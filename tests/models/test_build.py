@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,33 @@ def test_the_default_model_is_built_once(cache_home: Path) -> None:
     written = (directory / "model.safetensors").stat().st_mtime_ns
     assert ensure_tiny_model() == directory
     assert (directory / "model.safetensors").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("part", ["..", ".", "config.json", "model.safetensors"])
+def test_a_model_that_another_user_may_write_is_refused(part: str, cache_home: Path) -> None:
+    """As native kernels are (test_native_build.py)."""
+    before = os.umask(0o002)
+    try:
+        path = (ensure_tiny_model() / part).resolve()
+    finally:
+        os.umask(before)
+    assert ensure_tiny_model() == tiny_model_directory()
+    path.chmod(path.stat().st_mode | 0o022)
+    with pytest.raises(PermissionError, match=f"another user may write {path}, so it is not used"):
+        ensure_tiny_model()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_model_of_another_user_is_refused(cache_home: Path) -> None:
+    planted = ensure_tiny_model()
+    os.chown(planted / "config.json", 12_345, -1)
+    with pytest.raises(PermissionError, match=r"another user may write .*config\.json"):
+        ensure_tiny_model()
+    os.chown(planted / "config.json", 0, -1)
+    moved = planted.rename(planted.with_name("moved"))
+    planted.symlink_to(moved)
+    with pytest.raises(PermissionError):
+        ensure_tiny_model()
 
 
 def test_an_interrupted_build_leaves_nothing(
