@@ -5,11 +5,14 @@
 # PYTHON            the interpreter to make .venv with (default python3)
 # TORCH_INDEX_URL   a package index that has torch's CPU build; without it `pip install torch` as is,
 #                   which on many networks is the CUDA build: larger, but it serves on a CPU as well
+# TORCH_SHA256      the hash of torch's file. Each index has a build of its own, so requirements/
+#                   has none; without this variable torch alone is not compared with a hash
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$ROOT/.venv"
 TORCH=torch==2.13.0
-INSTALLER=uv==0.13.9
+LOCKS="$ROOT/requirements"
+LOCKED=(--no-deps --require-hashes -r) # with which uv and pip take the files of a lock, and no others
 
 die() {
     echo "error: $*" >&2
@@ -22,12 +25,12 @@ has_nvidia_gpu() {
 
 # A hash of all that decides what is installed.
 environment_key() {
-    cat "$ROOT"/requirements/*.lock "$ROOT/pyproject.toml" "$ROOT/scripts/env.sh" |
+    cat "$LOCKS"/*.lock "$ROOT/pyproject.toml" "$ROOT/scripts/env.sh" |
         sha256sum | cut -d' ' -f1
 }
 
 pip_install() {
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts "$@"
 }
 
 # Sets what uv is called with, from pip's files and PIP_... variables: uv has names of its own for
@@ -52,7 +55,7 @@ SETTINGS
 }
 
 uv_install() {
-    [ -x "$VENV/bin/uv" ] || pip_install "$INSTALLER" 2>/dev/null || return
+    [ -x "$VENV/bin/uv" ] || pip_install "${LOCKED[@]}" "$LOCKS/installer.lock" 2>/dev/null || return
     [ -n "${uv_settings+set}" ] || read_pip_settings
     env "${uv_settings[@]}" "$VENV/bin/uv" pip install --quiet --python "$VENV" "$@" 2>/dev/null
 }
@@ -64,11 +67,20 @@ install_packages() {
 }
 
 install_cpu() {
-    # torch first: pip would complain beside an sglang whose CUDA packages are not there.
-    install_packages "$TORCH" -c "$ROOT/requirements/cpu.lock" \
-        ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
-    install_packages --no-deps -r "$ROOT/requirements/cpu.lock"
+    install_packages "${LOCKED[@]}" "$LOCKS/cpu.lock"
+    install_torch
     install_packages --no-deps --no-build-isolation -e "$ROOT"
+}
+
+# What torch needs is there, with the hashes of the lock; only of a CUDA build it brings more.
+install_torch() {
+    local from=(${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"})
+    if [ -n "${TORCH_SHA256:-}" ]; then
+        echo "$TORCH --hash=sha256:$TORCH_SHA256" >"$VENV/torch.txt"
+        install_packages "${LOCKED[@]}" "$VENV/torch.txt" "${from[@]}"
+    fi
+    sed -n 's/^\([^# ]*==[^ ]*\).*/\1/p' "$LOCKS/cpu.lock" >"$VENV/pins.txt"
+    install_packages "$TORCH" -c "$VENV/pins.txt" "${from[@]}"
 }
 
 install_gpu() {
@@ -100,7 +112,7 @@ ensure_environment() {
     [ -x "$VENV/bin/python" ] || "$python" -m venv "$VENV" || die "cannot make .venv"
     if has_nvidia_gpu; then install_gpu; else install_cpu; fi
     if [ "$wanted" = test ]; then
-        install_packages --no-deps -r "$ROOT/requirements/test.lock"
+        install_packages "${LOCKED[@]}" "$LOCKS/test.lock"
         install_browser
     fi
     "$VENV/bin/python" -c 'import torch' || die "torch does not import in .venv"

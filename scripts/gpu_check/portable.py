@@ -33,10 +33,10 @@ LEFT_OUT = (
 
 
 def pins(lock: str, without: Iterable[str]) -> list[str]:
-    """Lines `name==version` of a lock file, without these packages and what only tests need."""
+    """`name==version` of each package of a lock file, but for these, without their hashes."""
     names = {normal(name) for name in (*ON_THE_GPU, *without)}
-    lines = [line.partition("#")[0].strip() for line in lock.splitlines()]
-    return [line for line in lines if "==" in line and normal(line.split("==")[0]) not in names]
+    found = re.findall(r"^([^\s#]+)==(\S+)", lock, re.MULTILINE)
+    return [f"{name}=={version}" for name, version in found if normal(name) not in names]
 
 
 def normal(name: str) -> str:

@@ -12,13 +12,12 @@ from sglang_hybrid import SGLANG_VERSION, __version__
 ROOT = Path(__file__).parents[2]
 CUDA, CPU = ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cpu"
 ENVIRONMENT = (ROOT / "scripts" / "env.sh").read_text()
-TORCH, INSTALLER = re.findall(r"^(?:TORCH|INSTALLER)=(\S+)$", ENVIRONMENT, re.MULTILINE)
+(TORCH,) = re.findall(r"^TORCH=(\S+)$", ENVIRONMENT, re.MULTILINE)
 SAID = [
     *((file, f"ARG VERSION={__version__}\n") for file in (CUDA, CPU)),
     *((file, f'sglang.version="{SGLANG_VERSION}"') for file in (CUDA, CPU)),
     (CUDA, f"ARG BASE=lmsysorg/sglang:v{SGLANG_VERSION}\n"),
-    (CPU, f" {TORCH} "),
-    (CPU, f"pip install {INSTALLER} "),
+    (CPU, f' "{TORCH}$'),
 ]
 """Versions in a Dockerfile: ours, that of SGLang, its base, and what scripts install."""
 
@@ -26,6 +25,18 @@ SAID = [
 @pytest.mark.parametrize(("dockerfile", "text"), SAID, ids=lambda value: Path(value).name)
 def test_versions(dockerfile: Path, text: str) -> None:
     assert text in dockerfile.read_text()
+
+
+@pytest.mark.parametrize(
+    "dockerfile", sorted(CUDA.parent.glob("Dockerfile*")), ids=lambda path: path.name
+)
+def test_a_lock_is_installed_with_its_hashes(dockerfile: Path) -> None:
+    """And our package with the tools of a lock, not with what its index has today."""
+    commands = dockerfile.read_text().replace("\\\n", " ").split("&&")
+    locks = [command for command in commands if ".lock" in command and " -r " in command]
+    assert locks and all("--require-hashes" in command for command in locks)
+    built = [command for command in commands if re.search(r"pip wheel|/src *$", command)]
+    assert built and all("--no-build-isolation" in command for command in built)
 
 
 @pytest.mark.parametrize(

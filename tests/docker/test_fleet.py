@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ RELEASES = ("1.29", "1.37")
 
 
 def pins(name: str) -> list[str]:
-    lines = (LOCKS / name).read_text().splitlines()
+    """`name==version`, with their hashes."""
+    lines = (LOCKS / name).read_text().replace(" \\\n", "").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -40,12 +43,18 @@ def containers() -> Iterator[dict[str, Any]]:
         yield {"args": each["command"], "image": each["image"]}
 
 
+@pytest.mark.parametrize("lock", sorted(LOCKS.glob("*.lock")), ids=lambda lock: lock.stem)
+def test_each_version_has_the_hashes_of_its_files(lock: Path) -> None:
+    for pin in pins(lock.name):
+        assert re.fullmatch(r"\S+==\S+( +--hash=sha256:[0-9a-f]{64})+", pin), pin
+
+
 def test_versions_are_those_of_the_other_locks() -> None:
     assert set(pins("router.lock")) <= {*pins("cpu.lock"), *pins("test.lock")}
 
 
 def test_a_router_imports_nothing_but_what_its_lock_has() -> None:
-    kept = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins("router.lock")}
+    kept = {pin.partition("==")[0] for pin in pins("router.lock")}
     found = importlib.metadata.packages_distributions()
     others = {
         name
@@ -89,6 +98,28 @@ def test_a_router_knows_each_server_and_the_key() -> None:
     assert cluster.admin_api_key == "@/run/keys/admin-key"
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     assert compose.urls == ["dns://server:30000"] and services["server"]["deploy"]["replicas"] == 2
+
+
+def test_no_key_is_an_argument_or_a_port_open_to_all() -> None:
+    """Whoever may list processes or pods could read the one, and anybody use the other."""
+    for each in containers():
+        for flag, value in pairwise(each["args"]):
+            assert not re.fullmatch("--.*-key", flag) or value.startswith("@"), each["args"]
+    for file in (COMPOSE, COMPOSE.with_name("compose.yaml")):
+        for service in yaml.safe_load(file.read_text())["services"].values():
+            assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+
+
+def test_only_the_router_reaches_a_server() -> None:
+    (policy,) = [each["spec"] for each in resources() if each["kind"] == "NetworkPolicy"]
+    (servers,) = [each["spec"] for each in resources() if each["kind"] == "StatefulSet"]
+    (router,) = [each["spec"] for each in resources() if each["kind"] == "Deployment"]
+    assert policy["podSelector"] == servers["selector"]
+    (rule,) = policy["ingress"]
+    assert rule["from"] == [{"podSelector": router["selector"]}]
+    (container,) = servers["template"]["spec"]["containers"]
+    opened = {port["containerPort"] for port in container["ports"]}
+    assert {port["port"] for port in rule["ports"]} == opened
 
 
 def test_servers_publish_where_a_router_reads() -> None:

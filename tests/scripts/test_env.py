@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-ENV = Path(__file__).parents[2] / "scripts" / "env.sh"
+ROOT = Path(__file__).parents[2]
+ENV = ROOT / "scripts" / "env.sh"
 SETTINGS = r"""
 :env:.find-links='/wheels'
 global.cert='/ca.crt'
@@ -22,7 +24,10 @@ case "$*" in
 {SETTINGS}
 LISTED
     ;;
-    *uv==*) echo "pip: uv" >>"$NOTED"; [ -z "$NO_UV" ] && cp "$STUB" "$(dirname "$0")/uv" ;;
+    *installer.lock)
+        echo "pip: uv" >>"$NOTED"
+        [ -z "$NO_UV" ] && cp "$STUB" "$(dirname "$0")/uv"
+    ;;
     *) echo "pip: $*" >>"$NOTED"; [ -z "$PIP_FAILS" ] ;;
 esac
 """
@@ -33,7 +38,10 @@ echo "uv: $*" >>"$NOTED"
 """
 
 
-def install(folder: Path, **switches: str) -> tuple[int, list[str], str]:
+ONE = "install_packages --no-deps one"
+
+
+def install(folder: Path, command: str = ONE, **switches: str) -> tuple[int, list[str], str]:
     """What is called for one package: exit status, the calls, and what is said."""
     for path, text in ((folder / "bin" / "python", PYTHON), (folder / "uv", UV)):
         path.parent.mkdir(exist_ok=True)
@@ -41,7 +49,7 @@ def install(folder: Path, **switches: str) -> tuple[int, list[str], str]:
         path.chmod(0o755)
     noted = folder / "noted"
     done = subprocess.run(
-        ["bash", "-euc", f"source {ENV}; VENV={folder}; install_packages --no-deps one; echo done"],
+        ["bash", "-euc", f"source {ENV}; VENV={folder}; {command}; echo done"],
         capture_output=True,
         text=True,
         env={"PATH": "/usr/bin:/bin", "NOTED": str(noted), "STUB": str(folder / "uv")}
@@ -70,9 +78,29 @@ def test_uv_is_called_with_the_settings_of_pip(tmp_path: Path) -> None:
 def test_pip_installs_where_uv_does_not(why: str, tmp_path: Path) -> None:
     status, noted, said = install(tmp_path, **{why: "1"})
     assert (status, said) == (0, "done\n")
-    assert noted[-1] == "pip: -m pip install --quiet --disable-pip-version-check --no-deps one"
+    quiet = "--quiet --disable-pip-version-check --no-warn-conflicts"
+    assert noted[-1] == f"pip: -m pip install {quiet} --no-deps one"
 
 
 def test_what_neither_can_install_is_said(tmp_path: Path) -> None:
     status, _, said = install(tmp_path, UV_FAILS="1", PIP_FAILS="1")
     assert (status, said) == (1, "error: pip could not install: --no-deps one\n")
+
+
+def test_files_have_the_hashes_of_the_locks(tmp_path: Path) -> None:
+    """All but torch, which lies in another place on every network; its hash may be given."""
+    status, noted, _ = install(tmp_path, "install_cpu", TORCH_SHA256="0" * 64)
+    calls = [line.partition(f"{tmp_path} ")[2] for line in noted if line.startswith("uv: ")]
+    locked = "--no-deps --require-hashes -r"
+    assert status == 0 and calls == [
+        f"{locked} {ROOT}/requirements/cpu.lock",
+        f"{locked} {tmp_path}/torch.txt",
+        f"torch==2.13.0 -c {tmp_path}/pins.txt",
+        f"--no-deps --no-build-isolation -e {ROOT}",
+    ]
+    assert (tmp_path / "torch.txt").read_text() == f"torch==2.13.0 --hash=sha256:{'0' * 64}\n"
+    pins = (tmp_path / "pins.txt").read_text().splitlines()
+    assert "sglang==0.5.23" in pins and all(re.fullmatch(r"[^ =]+==[^ =]+", pin) for pin in pins)
+    other = install(tmp_path, "install_cpu", TORCH_INDEX_URL="https://index.test/cpu")[1]
+    assert f"{locked} {tmp_path}/torch.txt" not in " ".join(other[len(noted) :])
+    assert any(line.endswith("pins.txt --index-url https://index.test/cpu") for line in other)

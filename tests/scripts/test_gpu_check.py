@@ -178,7 +178,7 @@ def test_torch_stands_in_for_packages_that_are_missing(
 
 
 def test_an_archive_has_what_the_lock_file_pins_but_torch() -> None:
-    lock = "# all\na-b==1\ntorch==2.1  # CPU\ntriton==3\nC_d.e==4\n"
+    lock = "# all\na-b==1 \\\n    --hash=sha256:a==b\ntorch==2.1  # CPU\ntriton==3\nC_d.e==4\n"
     assert portable.pins(lock, ()) == ["a-b==1", "C_d.e==4"]
     assert portable.pins(lock, ["c.D_E"]) == ["a-b==1"]
     real = portable.pins((ROOT / "requirements" / "cpu.lock").read_text(), ["numpy"])
