@@ -24,6 +24,7 @@ import requests
 
 from sglang_hybrid.explain.miss_report import MissReport
 from sglang_hybrid.explain.render import render
+from sglang_hybrid.serving.log_lines import on_own_lines
 from sglang_hybrid.serving.requests.secrets import read_key
 
 TIMEOUT = 60.0  # seconds; a busy server answers between two steps
@@ -39,12 +40,12 @@ def main() -> int:
     try:
         report = explain(options)
     except Failed as failed:
-        print(f"error: {failed}", file=sys.stderr)
+        print(f"error: {on_own_lines(str(failed))}", file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(msgspec.to_builtins(report), indent=2))
     else:
-        print("\n".join(render(report)))
+        print("\n".join(map(on_own_lines, render(report))))  # ids are as clients chose them
     return 0
 
 
