@@ -90,8 +90,8 @@ async def foreign(app: Any) -> list[tuple[str, str, str, str, int, list[str]]]:
 
     guard._bound_to = lambda: "127.0.0.1"
     add_api_key_middleware(app, api_key=None, admin_api_key=ADMIN)
-    below = {(method, path) for path, method, *_ in routes(app) if path.startswith(guard.OPERATORS)}
-    below |= {("GET", guard.OPERATORS), ("GET", guard.OPERATORS + "/of/a/later/router")}
+    below = {(method, path) for path, method, *_ in routes(app) if path.startswith(guard.OURS)}
+    below |= {("GET", guard.OURS), ("GET", guard.OURS + "/of/a/later/router")}
     below |= {("OPTIONS", path) for _, path in below}
     found = []
     for (method, path), key, what in itertools.product(sorted(below), SENT, FOREIGN):

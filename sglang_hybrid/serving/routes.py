@@ -37,7 +37,7 @@ class KeyHeader:
     key in `x-api-key`, where Anthropic's clients put it, becomes one. On the routes of the page so
     does the password that a browser sends, for which it is told to ask.
 
-    is_page: whether a request is for a route of the page. A browser sends a password that it knows
+    is_page: true for a request for a route of the page. A browser sends a password that it knows
     with every request to this server, whichever page makes it, so no other route takes one.
     """
 
@@ -86,8 +86,8 @@ def _asking(send: Send) -> Send:
     return sent
 
 
-OPERATORS = "/hybrid_cache"
-"""Every route at or below this path tells what the cache holds."""
+OURS = "/hybrid_cache"
+"""The path of our routes. They tell what the cache holds and what prompts are."""
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
 
@@ -113,11 +113,11 @@ class SameOrigin:
 
 
 def _why_refused(scope: Scope) -> str | None:
-    """Why a request gets no answer, in one sentence; None if it gets one."""
+    """The sentence for a request that gets no answer; None for any other."""
     if scope["type"] not in ("http", "websocket"):
         return None
     path = get_route_path(scope)
-    if path != OPERATORS and not path.startswith(OPERATORS + "/"):
+    if path != OURS and not path.startswith(OURS + "/"):
         return None
     headers = Headers(scope=scope)
     hosts = headers.getlist("host")
@@ -142,9 +142,9 @@ def _host_of(origin: str) -> str | None:
 
 
 def _is_own(host: str) -> bool:
-    """Whether a header `Host` names this server: a loopback name or address, the address that it is
-    bound to, the name of this machine, or one of `--hybrid-hosts`. A server that is bound to all
-    addresses has any: a page that was loaded from an address needs no name to be resolved.
+    """True for a header `Host` that names this server: a loopback name or address, the address that
+    it is bound to, the name of this machine, or one of `--hybrid-hosts`. A server that is bound to
+    all addresses has any: a page that was loaded from an address needs no name to be resolved.
     """
     found = _HOST.fullmatch(host.lower())
     if found is None:
@@ -167,7 +167,7 @@ def _bound_to() -> str:
 
 @lru_cache(maxsize=1)
 def _more_hosts() -> frozenset[str]:
-    """What `--hybrid-hosts` says."""
+    """The names of `--hybrid-hosts`."""
     return frozenset(HybridConfig.from_environment().hybrid_hosts.split(","))
 
 

@@ -78,7 +78,7 @@ router = APIRouter(prefix="/hybrid_cache", route_class=_Route, include_in_schema
 
 
 def is_of_page(scope: Scope) -> bool:
-    """Whether a request is for a route of the page, and so may have a password (KeyHeader)."""
+    """True for a request for a route of the page, which may have a password (KeyHeader)."""
     return any(route.matches(scope)[0] is not Match.NONE for route in router.routes)
 
 

@@ -100,7 +100,7 @@ def shown_id(scheduler_id: str) -> str:
 
 
 def owner_part(scheduler_id: str) -> str:
-    """What stands behind the id that a client knows; "" in an id of an engine's."""
+    """The part of an id behind the one that a client knows; "" in an id of an engine's."""
     found = _OWNER.search(scheduler_id)
     return "" if found is None else found[0]
 

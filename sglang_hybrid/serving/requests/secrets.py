@@ -1,5 +1,5 @@
-"""What a server does not tell: the keys that it was started with, and in its log the tenants
-that requests name in their addresses (hooks/serving.py, patch 0067).
+"""Keys of a server are read from files and told nowhere; its log does not tell the tenants that
+requests name in their addresses (hooks/serving.py, patch 0067).
 """
 
 import logging
@@ -58,7 +58,7 @@ def words_without_keys(command: Iterable[str]) -> list[str]:
 
 
 def _is_secret(flag: str) -> bool:
-    """Whether a flag, which may be cut short, is one of `FLAGS`. --ssl-keyfile counts, too."""
+    """True for one of `FLAGS`, which may be cut short. --ssl-keyfile counts, too."""
     return flag.startswith("--") and len(flag) > 2 and any(each.startswith(flag) for each in FLAGS)
 
 
