@@ -35,6 +35,10 @@ def test_a_lock_is_installed_with_its_hashes(dockerfile: Path) -> None:
     commands = dockerfile.read_text().replace("\\\n", " ").split("&&")
     locks = [command for command in commands if ".lock" in command and " -r " in command]
     assert locks and all("--require-hashes" in command for command in locks)
+    sent = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!requirements/{name}" for name in re.findall(r"\w+\.lock", " ".join(locks))} <= {
+        *sent
+    }
     built = [command for command in commands if re.search(r"pip wheel|/src *$", command)]
     assert built and all("--no-build-isolation" in command for command in built)
 
