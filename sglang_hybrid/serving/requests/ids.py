@@ -3,8 +3,9 @@ tenant.
 
 A scheduler knows a request or a session by an id. The HTTP server sends it the client's id with the
 names of its payer and its tenant behind it, so that equal ids of two tenants are two, and a foreign
-id is one that does not exist. Nor is one tenant's id the beginning of another's: a scheduler aborts all requests whose
-ids begin with the one that it is told. An `sglang.Engine` has one user: its ids stay as they are.
+id is one that does not exist. Nor is one tenant's id the beginning of another's: a scheduler aborts
+all requests whose ids begin with the one that it is told. An `sglang.Engine` has one user: its ids
+stay as they are.
 """
 
 from __future__ import annotations
