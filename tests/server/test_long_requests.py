@@ -3,16 +3,19 @@
 import http.client
 import json
 import random
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import requests
 
 from sglang_hybrid.models.lexicon import common_words
-from sglang_hybrid.serving.requests.long_requests import UNBOUNDED
-from tests.server.client import ask
+from sglang_hybrid.serving.requests.long_requests import IN_MEMORY, UNBOUNDED
+from tests.server.client import Serve, ask, greedy, random_prompt, until
 
 DEEP = "[" * 2_000
 
@@ -136,3 +139,35 @@ def test_a_long_text_that_fits_is_answered_like_a_short_one(url: str) -> None:
     answer = requests.post(url + "/generate", json=asked, timeout=300).json()
     assert answer["meta_info"]["prompt_tokens"] == len(ids)
     assert answer["output_ids"] == ask(url, ids, 8)["output_ids"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bodies_that_stall_end_and_take_bounded_memory(serve: Serve) -> None:
+    """No body is read of clients without the key. Others are answered meanwhile."""
+    size, count = 12 << 20, 40
+    with serve("--api-key", "k") as server:
+        assert server.process is not None
+        process = psutil.Process(server.process.pid)
+        before = process.memory_info().rss
+
+        def begin(key: str, part: bytes) -> socket.socket:
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            head = f"POST /generate HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n"
+            connection.sendall(f"{head}Content-Length: {2 * size}\r\n\r\n".encode())
+            with suppress(ConnectionError):  # an answer may have closed it
+                connection.sendall(part)
+            return connection
+
+        with begin("another", b"{") as connection:
+            assert connection.recv(100).startswith(b"HTTP/1.1 401")
+        stalled = [begin("k", bytes(size)) for _ in range(count)]
+        assert process.memory_info().rss - before < IN_MEMORY + count * (4 << 20)
+        key = {"Authorization": "Bearer k"}
+        body = greedy(random_prompt(20, 1), 1)
+        answer = requests.post(server.url + "/generate", json=body, headers=key, timeout=60)
+        assert answer.ok
+        for connection in stalled:
+            with connection:
+                assert connection.recv(100).startswith(b"HTTP/1.1 408")
+        until(lambda: process.memory_info().rss - before < IN_MEMORY // 2)

@@ -1,0 +1,215 @@
+"""Bodies arrive in time and within bounds, before anybody has read them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from fastapi import HTTPException
+
+from sglang_hybrid.serving.requests import long_requests
+from sglang_hybrid.serving.requests.long_requests import LONG, UNBOUNDED, BodyBounds
+
+Message = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_requests, "PAUSE", 0.0)
+    monkeypatch.setattr(long_requests, "IN_MEMORY", 10 * LONG)
+    monkeypatch.setattr(long_requests, "most_body_bytes", lambda: 20 * LONG)
+
+
+class Client:
+    """Sends the body of a request in parts. got: status, and what the application read or the
+    error's sentence.
+    """
+
+    def __init__(self, bounds: BodyBounds, path: str = "/generate") -> None:
+        self._parts: asyncio.Queue[Message] = asyncio.Queue()
+        self._scope = {"type": "http", "path": path, "headers": [], "client": self}
+        self.task = asyncio.create_task(self._ask(bounds))
+        self.got: tuple[int, Any] = (0, None)
+
+    async def send(self, part: bytes, more: bool = True) -> None:
+        self._parts.put_nowait({"type": "http.request", "body": part, "more_body": more})
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    def leave(self) -> None:
+        self._parts.put_nowait({"type": "http.disconnect"})
+
+    async def _ask(self, bounds: BodyBounds) -> None:
+        try:
+            await bounds(self._scope, self._parts.get, self._answer)  # type: ignore[arg-type]
+        except HTTPException as error:
+            self.got = error.status_code, error.detail
+
+    async def _answer(self, message: Any) -> None:
+        self.got = 200, message
+
+
+async def application(scope: Any, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
+    """Answers with the length of the body."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return
+        body, more = body + message["body"], message["more_body"]
+    await send(len(body))
+
+
+def run(story: Callable[[BodyBounds], Awaitable[None]]) -> None:
+    async def told() -> None:
+        await story(BodyBounds(application))  # type: ignore[arg-type]
+
+    asyncio.run(told())
+
+
+def test_a_body_that_comes_in_parts_is_read_as_one() -> None:
+    async def story(bounds: BodyBounds) -> None:
+        client = Client(bounds)
+        for size in (LONG, 3, 0):
+            await client.send(bytes(size))
+        await client.send(b"ab", more=False)
+        await client.task
+        assert client.got == (200, LONG + 5)
+        assert bounds._waiting._total == 0
+
+    run(story)
+
+
+def test_a_body_that_stalls_is_status_408_and_takes_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(long_requests, "STALLED", 0.02)
+
+    async def story(bounds: BodyBounds) -> None:
+        stalled, silent = Client(bounds), Client(bounds)
+        await stalled.send(bytes(LONG))
+        assert bounds._waiting._total == LONG
+        await asyncio.gather(stalled.task, silent.task)
+        said = "the body did not arrive: nothing came for 0 seconds."
+        assert stalled.got == silent.got == (408, said)
+        assert bounds._waiting._total == 0
+
+    run(story)
+
+
+@pytest.mark.parametrize("path", ["/generate", sorted(UNBOUNDED)[0]])
+def test_a_body_that_drips_is_status_408(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights may take as long as they need."""
+    monkeypatch.setattr(long_requests, "WHOLE", 0.05)
+
+    async def story(bounds: BodyBounds) -> None:
+        client = Client(bounds, path)
+        for _ in range(10):
+            await client.send(b"a")
+            await asyncio.sleep(0.01)
+        await client.send(b"a", more=False)
+        await client.task
+        if path in UNBOUNDED:
+            assert client.got == (200, 11)
+        else:
+            assert client.got == (
+                408,
+                "the body did not arrive: it was not whole within 0 seconds.",
+            )
+
+    run(story)
+
+
+def test_a_client_that_stalls_gives_way_to_those_that_send() -> None:
+    async def story(bounds: BodyBounds) -> None:
+        stalled, other, sender = Client(bounds), Client(bounds), Client(bounds)
+        for client in (stalled, other):
+            await client.send(bytes(4 * LONG))
+        for _ in range(3):
+            await sender.send(bytes(LONG))
+        await stalled.task
+        assert stalled.got[0] == 408 and "others" not in stalled.got[1]
+        assert "other bodies needed its memory" in stalled.got[1]
+        await sender.send(b"", more=False)
+        await other.send(b"", more=False)
+        await asyncio.gather(sender.task, other.task)
+        assert sender.got == (200, 3 * LONG) and other.got == (200, 4 * LONG)
+
+    run(story)
+
+
+def test_one_body_alone_may_have_more_than_all_together() -> None:
+    async def story(bounds: BodyBounds) -> None:
+        client = Client(bounds)
+        for last in [*[False] * 14, True]:
+            await client.send(bytes(LONG), more=not last)
+        await client.task
+        assert client.got == (200, 15 * LONG)
+
+    run(story)
+
+
+def test_whole_bodies_that_wait_for_their_turn_keep_others_waiting() -> None:
+    async def story(bounds: BodyBounds) -> None:
+        await bounds._turns._lock.acquire()
+        first, second = Client(bounds), Client(bounds)
+        await first.send(bytes(9 * LONG), more=False)
+        await second.send(bytes(2 * LONG))
+        await second.send(b"", more=False)
+        assert second._parts.qsize() == 1, "what has no room is not read"
+        bounds._turns._lock.release()
+        await asyncio.gather(first.task, second.task)
+        assert first.got == (200, 9 * LONG) and second.got == (200, 2 * LONG)
+
+    run(story)
+
+
+def test_nothing_is_kept_of_a_client_that_has_left() -> None:
+    """Not even where an error keeps the request alive."""
+
+    async def story(bounds: BodyBounds) -> None:
+        client = Client(bounds)
+        await client.send(bytes(LONG))
+        (reader,) = bounds._waiting._bytes
+        client.leave()
+        await client.task
+        assert bounds._waiting._total == 0 and not bounds._waiting._bytes
+        assert reader._parts == []
+
+    run(story)
+
+
+def test_the_memory_of_many_bodies_goes_back_once_there_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_back = Mock()
+    monkeypatch.setattr(long_requests, "MUCH", 3 * LONG)
+    monkeypatch.setattr(long_requests, "_give_back_freed_memory", given_back)
+
+    async def story(bounds: BodyBounds) -> None:
+        for size, times in ((2 * LONG, 0), (4 * LONG, 1), (LONG, 1)):
+            first, second = Client(bounds), Client(bounds)
+            await first.send(bytes(size))
+            await second.send(bytes(LONG))
+            first.leave()
+            await first.task
+            second.leave()
+            await second.task
+            assert given_back.call_count == times
+
+    run(story)
+
+
+def test_too_long_a_body_is_status_413_and_takes_no_memory() -> None:
+    async def story(bounds: BodyBounds) -> None:
+        client = Client(bounds)
+        for _ in range(21):
+            await client.send(bytes(LONG))
+        await client.task
+        assert client.got[0] == 413
+        assert bounds._waiting._total == 0
+
+    run(story)
