@@ -15,15 +15,13 @@ from sglang_hybrid.cache.state_slots.slots import free_slots
 from sglang_hybrid.core.costs.cost import STATES_OF_A_PREFILL
 from sglang_hybrid.core.tiers.rates import TIERS_BELOW
 from sglang_hybrid.explain.messages import ResumableReq, ResumableReqOutput
+from sglang_hybrid.replicas.wire import LEAST_RATE, MOST_RATE, PAGE_TOKENS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
     from sglang_hybrid.core.costs.cost import CostModel
-
-PAGE_TOKENS = 8_192
-"""Tokens after which a page ends; some milliseconds of the scheduler's time."""
 
 READERS = 8
 """Snapshots that are read at once; one more ends the one that began first."""
@@ -71,11 +69,12 @@ class ResumableView:
             return ResumableReqOutput(error="this server's events say nothing of states.")
         self.publish()
         speeds, cost = self._cache.speeds.speeds, self._cache.cost
+        rate = TIMED_TOKENS * speeds.prefill / cost.flops(TIMED_TOKENS)
         answer = ResumableReqOutput(
             epoch=self._events.epoch,
             seq=self._events.batches,
             block_size=self._events.page_size,
-            prefill_tokens_per_second=TIMED_TOKENS * speeds.prefill / cost.flops(TIMED_TOKENS),
+            prefill_tokens_per_second=min(MOST_RATE, max(LEAST_RATE, rate)),
             waiting=0 if self.scheduler is None else len(self.scheduler.waiting_queue),
             room=self._room(),
             loads={

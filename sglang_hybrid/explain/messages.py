@@ -70,7 +70,7 @@ class ResumableReqOutput(BaseReq):
     block_size: int = 1
     more: bool = False
     events: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    prefill_tokens_per_second: float = 0.0
+    prefill_tokens_per_second: float | None = None
     waiting: int = 0
     room: int = 0
     loads: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)

@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from sglang_hybrid.replicas import Replicas
 from sglang_hybrid.serving.requests.secrets import read_key
@@ -28,9 +29,9 @@ def table(replicas: Replicas) -> Table:
         step = "yes" if follower.is_in_step else follower.error or "reads"
         numbers = [held.nodes, held.tokens, *held.positions, load.waiting]
         share = f"{load.right:,} of {load.right + load.wrong:,}"
-        found.add_row(name, step, *(f"{number:,}" for number in numbers), share)
+        found.add_row(Text(name), Text(step), *(f"{number:,}" for number in numbers), share)
     for name, error in sorted(replicas.errors.items()):
-        found.add_row(name, error)
+        found.add_row(Text(name), Text(error))
     return found
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-import requests
-import zmq
-
 from sglang_hybrid.core.costs.cost import DISPLACED, SIMILAR
+from sglang_hybrid.replicas.asking import Asking
+from sglang_hybrid.replicas.attempts import keep_trying, sentence
 from sglang_hybrid.replicas.follower import Follower
 from sglang_hybrid.replicas.index import ReplicaIndex
 from sglang_hybrid.replicas.reader import OutOfStep
@@ -63,10 +63,10 @@ class Choice(NamedTuple):
 class Replicas:
     """Servers that are followed, and what they could do for a prompt.
 
-    Servers that do not answer yet are asked again each second. A data-parallel rank of a server has
-    the name URL#RANK, any other server that of its URL. dns://HOST:PORT is a server at each address
-    that HOST has; those that come and go are noticed within seconds. followers: by name. errors:
-    for each server or name that is not followed, why.
+    Servers that do not answer yet are asked again each second, each by a thread of its own. A
+    data-parallel rank of a server has the name URL#RANK, any other server that of its URL.
+    dns://HOST:PORT is a server at each address that HOST has; those that come and go are noticed
+    within seconds. followers: by name. errors: for each server or name that is not followed, why.
     """
 
     def __init__(
@@ -74,14 +74,11 @@ class Replicas:
         urls: Iterable[str],
         admin_key: str | None = None,
         *,
-        endpoints: Mapping[str, str] | None = None,
         pause: float = 1.0,
         patience: float = 5.0,
         resolve: Callable[[str], set[str]] = addresses,
     ) -> None:
-        """endpoints: the publisher of each server, instead of what its /server_info says. resolve:
-        the URLs that a dns:// name has now; raises OSError where nobody can say.
-        """
+        """resolve: the URLs that a dns:// name has now; raises OSError where nobody can say."""
         given = [url.rstrip("/") for url in urls]
         self.index = ReplicaIndex()
         self.followers: dict[str, Follower] = {}
@@ -92,16 +89,20 @@ class Replicas:
         self._pause = pause
         self._patience = patience
         self._choosing = threading.Lock()
+        # Of `errors` and `followers`, each of which is replaced as a whole.
+        self._changing = threading.Lock()
         self._choices = 0
         self._closed = threading.Event()
-        for url, endpoint in (endpoints or {}).items():
-            self._add(url.rstrip("/"), url.rstrip("/"), endpoint)
+        self._joining: dict[str, threading.Thread] = {}
         self._finder = threading.Thread(target=self._find, name="find replicas", daemon=True)
         self._finder.start()
 
     def close(self) -> None:
         self._closed.set()
-        self._finder.join()
+        for thread in (self._finder, *self._joining.values()):
+            thread.join()
+        for follower in self.followers.values():
+            follower.stop()
         for follower in self.followers.values():
             follower.close()
 
@@ -119,10 +120,15 @@ class Replicas:
         this prompt shares with one of those are prefilled once. Of similar ones it is the replica
         that was sent the fewest prompts. A prompt without tokens is one that nobody knows. Tell
         `on_answer` what became of it. Raises LookupError if no replica is reachable.
+
+        A replica that is not in step, or does not say how fast it is, is no faster than the slowest
+        of the others. One that is not in step has no room, and comes after those that are as good.
         """
         prompt = as_bytes(tokens)
         last = len(prompt) // TOKEN_BYTES - 1
         with self._choosing:
+            rates = [one.load.rate for one in self.reachable() if one.has_known_rate]
+            slowest = min(rates, default=math.inf)
             choices = []
             for resumable in self.index.resume(prompt, tenant):
                 name = resumable.replica
@@ -133,20 +139,23 @@ class Replicas:
                     found = max(position, min(last, load.on_its_way(tenant, prompt)))
                     left = last + 1 - found if prompt else load.typical or 1.0
                     seconds = loading + load.seconds(left)
+                    is_read = follower.is_in_step
                     price = seconds
-                    if load.displaces(left):
+                    if load.displaces(left) or not is_read:
                         price += DISPLACED * load.prefill_seconds(left)
-                    second = (resumable.tier, load.sent, name)
+                    if not follower.has_known_rate:
+                        price *= max(1.0, load.rate / slowest)
+                    second = (not is_read, resumable.tier, load.sent, name)
                     choices.append((price, second, position, seconds, left))
             if not choices:
                 raise LookupError(f"no server can be reached: {self._reasons()}")
             choices.sort()
             alike = [each for each in choices if each[0] <= SIMILAR * choices[0][0]]
             chosen = min(alike, key=lambda each: each[1])
-            _, (_, _, name), position, seconds, left = chosen
+            _, (*_, name), position, seconds, left = chosen
             self._choices += 1
             self.followers[name].load.on_choice(self._choices, tenant, prompt, left)
-            others = tuple(each[1][2] for each in choices if each is not chosen)
+            others = tuple(each[1][-1] for each in choices if each is not chosen)
             return Choice(name, position, seconds, self._choices, others)
 
     def on_answer(self, choice: Choice, cached_tokens: int | None = None) -> None:
@@ -166,64 +175,108 @@ class Replicas:
         if doubtful:
             follower.resync()
 
+    def put_aside(self, url: str, error: Malformed) -> None:
+        """The server at `url` has answered what it should not: it gets nothing for a while."""
+        for follower in self.followers.values():
+            if follower.url == url:
+                follower.put_aside(error)
+
     def _reasons(self) -> str:
         reasons = self.errors | {one.name: one.error for one in self.followers.values()}
         return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
     def _find(self) -> None:
-        """Follow each server as soon as it says where it publishes."""
+        """Look up names, and have each server that is not followed asked where it publishes."""
         while (self.errors or self._resolved) and not self._closed.is_set():
             for name in self._resolved:
                 self._look_up(name)
+            self._joining = {url: each for url, each in self._joining.items() if each.is_alive()}
             for url in self.errors.keys() - self._resolved.keys():
-                try:
-                    self._follow(url)
-                except (OutOfStep, Malformed, requests.RequestException, zmq.ZMQError) as error:
-                    self.errors = self.errors | {url: str(error)}
-            self._closed.wait(self._pause if self.errors or self._resolved else 0)
+                if url not in self._joining:
+                    thread = threading.Thread(
+                        target=self._join, args=(url,), name=f"find {url}", daemon=True
+                    )
+                    self._joining[url] = thread
+                    thread.start()
+            self._closed.wait(self._pause)
 
     def _look_up(self, name: str) -> None:
         """Servers at new addresses are followed from now on, those at others no more."""
         try:
             found = self._resolve(name)
-        except OSError as error:  # the servers that were there may be there
-            self.errors = self.errors | {name: str(error)}
+        except Exception as error:  # the servers that were there may be there
+            self._note(name, sentence(error))
             return
         gone = self._resolved[name] - found
         new = dict.fromkeys(found - self._resolved[name], "was not asked yet")
-        kept = {url: why for url, why in self.errors.items() if url not in gone | {name}}
         self._resolved[name] = found
-        self.errors = kept | new
-        old = [one for one in self.followers.values() if one.url in gone]
-        self.followers = {at: one for at, one in self.followers.items() if one not in old}
+        with self._changing:
+            kept = {url: why for url, why in self.errors.items() if url not in gone | {name}}
+            self.errors = kept | new
+            old = [one for one in self.followers.values() if one.url in gone]
+            self.followers = {at: one for at, one in self.followers.items() if one not in old}
         for follower in old:
             follower.close()
 
-    def _follow(self, url: str) -> None:
-        headers = {"Authorization": f"Bearer {self._admin_key}"} if self._admin_key else {}
-        answer = requests.get(f"{url}/server_info", headers=headers, timeout=self._patience)
-        answer.raise_for_status()
-        events = decode_server_info(answer.content).kv_events
+    def _join(self, url: str) -> None:
+        """Follow a server as soon as it says where it publishes, unless it is gone by then."""
+        http = Asking(url, self._admin_key, self._patience)
+
+        def ask() -> None:
+            if url in self.errors:
+                self._follow(url, http)
+
+        def note(said: str, is_away: bool, is_aside: bool) -> None:
+            self._note(url, said)
+
+        keep_trying(ask, note, self._closed, self._pause)
+        http.close()
+
+    def _note(self, at: str, why: str) -> None:
+        """Why the server or name is not followed."""
+        with self._changing:
+            if at in self.errors or at in self._resolved:
+                self.errors = self.errors | {at: why}
+
+    def _follow(self, url: str, http: Asking) -> None:
+        events = decode_server_info(http.get("/server_info")).kv_events
         if events is None:
             raise OutOfStep("publishes no events; start it with --kv-events-config")
-        for rank in range(events.dp_size):
-            name = url if events.dp_size == 1 else f"{url}#{rank}"
-            self._add(url, name, endpoint_of(url, events, rank), events.topic, rank)
+        publishers = {
+            url if events.dp_size == 1 else f"{url}#{rank}": (
+                endpoint_of(url, events, rank),
+                events.topic,
+                rank,
+            )
+            for rank in range(events.dp_size)
+        }
+        self._add(url, publishers)
 
-    def _add(self, url: str, name: str, endpoint: str, topic: str = "", rank: int = 0) -> None:
-        follower = Follower(
-            url,
-            endpoint,
-            self.index,
-            name,
-            self._admin_key,
-            topic,
-            rank=rank,
-            pause=self._pause,
-            patience=self._patience,
-        )
-        self.followers = self.followers | {name: follower}
-        self.errors = {each: why for each, why in self.errors.items() if each != url}
+    def _add(self, url: str, publishers: Mapping[str, tuple[str, str, int]]) -> None:
+        """Follow a server: each of its ranks, by name, at an endpoint and under a topic."""
+        followers: dict[str, Follower] = {}
+        try:
+            for name, (endpoint, topic, rank) in publishers.items():
+                followers[name] = Follower(
+                    url,
+                    endpoint,
+                    self.index,
+                    name,
+                    self._admin_key,
+                    topic,
+                    rank=rank,
+                    pause=self._pause,
+                    patience=self._patience,
+                )
+            with self._changing:
+                if url in self.errors:
+                    self.errors = {each: why for each, why in self.errors.items() if each != url}
+                    self.followers = self.followers | followers
+                    followers = {}
+        finally:
+            # Those of a server that is gone, or of which one could not be made.
+            for follower in followers.values():
+                follower.close()
 
 
 def endpoint_of(url: str, events: KvEvents, rank: int) -> str:

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Final
 
-import requests
+import httpx
 import zmq
 
-from sglang_hybrid.replicas.index import LostMessages, ReplicaIndex
+from sglang_hybrid.replicas.asking import MOST_ANSWER, Asking
+from sglang_hybrid.replicas.attempts import keep_trying
+from sglang_hybrid.replicas.index import MOST_TOKENS, ReplicaIndex
 from sglang_hybrid.replicas.load import ReplicaLoad
 from sglang_hybrid.replicas.reader import OutOfStep, ReplicaReader
-from sglang_hybrid.replicas.wire import MEDIA, Malformed, Page, decode_page
+from sglang_hybrid.replicas.wire import MEDIA, PAGE_TOKENS, Malformed, Page, decode_page
 
 ROUTE: Final = "/hybrid_cache/resumable"
 TICK: Final = 100  # milliseconds for which a thread waits before it looks whether it should end
 QUEUE: Final = 100_000  # batches that may wait to be applied
+MOST_PAGES: Final = MOST_TOKENS // PAGE_TOKENS
+SILENCE: Final = 6  # times `patience`: how long a server may be too busy to answer
 
 
 class Follower:
     """A thread that keeps the index in step with one server, or one data-parallel rank of it.
 
-    It reads a snapshot, then applies batches of events. Where a batch is missing or malformed, or
-    the server started anew, it clears what the index has of the server and begins again.
+    It reads a snapshot, then applies batches of events. Where a batch is missing, or the server
+    started anew, it clears what the index has of the server and begins again. Where the server
+    sends what it should not, it does so later and later, and the server is not reachable meanwhile.
+    The thread ends by `close` only.
 
-    is_in_step: whether the index has what the server holds. is_reachable: whether its latest answer
-    by HTTP came. applied, malformed, snapshots: batches applied, messages that were malformed, and
-    snapshots read, since the start. error: why it was last out of step. load: how busy the server
-    is.
+    applied, malformed, snapshots: batches applied, messages that were malformed, and snapshots
+    read, since the start. error: why it was last out of step. load: how busy the server is.
     """
 
     def __init__(
@@ -47,11 +52,12 @@ class Follower:
         """url: of the server. endpoint: of its publisher, as tcp://host:port. name: of the replica
         in the index. pause: seconds between two questions for the server's state, and at least
         between two snapshots. patience: seconds to wait for an answer, or for a batch that the
-        server has published.
+        server has published. Raises zmq.ZMQError for what is no endpoint.
         """
         self.url = url.rstrip("/")
         self.name = name
-        self.is_in_step = self.is_reachable = False
+        self._in_step = self._reachable = False
+        self._answered = -math.inf  # when
         self.malformed = self.snapshots = 0
         self.error = ""
         self.load = ReplicaLoad()
@@ -61,19 +67,38 @@ class Follower:
         self._rank = rank
         self._pause = pause
         self._patience = patience
+        self._silence = pause + SILENCE * patience
         self._owed: tuple[int, float] | None = None  # batches published, and when they must be here
         self._closed = threading.Event()
-        self._doubted = threading.Event()
-        self._http = requests.Session()
-        if admin_key:
-            self._http.headers["Authorization"] = f"Bearer {admin_key}"
+        self._doubt: Exception | None = None
+        self._http = Asking(self.url, admin_key, patience)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_ANSWER)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError:
+            self._give_back()
+            raise
         self._thread = threading.Thread(target=self._run, name=f"follow {name}", daemon=True)
         self._thread.start()
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the latest answer by HTTP came, not too long ago, and was as it should be."""
+        return self._reachable and time.monotonic() < self._answered + self._silence
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the index has what the server holds."""
+        return self._in_step and self.is_reachable
+
+    @property
+    def has_known_rate(self) -> bool:
+        """Whether it is known how fast the server computes prefills."""
+        return self.is_in_step and self.load.prefill_tokens_per_second is not None
 
     @property
     def applied(self) -> int:
@@ -86,37 +111,54 @@ class Follower:
 
     def resync(self) -> None:
         """Have the snapshot read anew, soon."""
-        self._doubted.set()
+        self._doubt = OutOfStep("its answers were not as predicted")
+
+    def put_aside(self, error: Malformed) -> None:
+        """The server has sent to somebody else what it should not."""
+        self._doubt = error
+        self._reachable = False
+
+    def stop(self) -> None:
+        """Have the thread end, soon."""
+        self._closed.set()
 
     def close(self) -> None:
         """Stop, and have the index forget the server."""
-        self._closed.set()
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.is_set():
-            began = time.monotonic()
-            try:
-                self._read_snapshot()
-                self._follow()
-            except (Malformed, LostMessages, OutOfStep, requests.RequestException) as error:
-                self.is_in_step = False
-                self.error = str(error)
-                self.malformed += isinstance(error, Malformed)
-                self.is_reachable &= not isinstance(error, requests.RequestException)
-                self._reader.clear()
-                self._closed.wait(began + self._pause - time.monotonic())
-        self.is_in_step = False
+        keep_trying(self._attempt, self._on_error, self._closed, self._pause)
+        self._give_back()
+
+    def _give_back(self) -> None:
         self._socket.close()
         self._http.close()
         self._index.forget(self.name)
 
+    def _attempt(self) -> None:
+        """Follow the server until it is out of step, which raises an error, or `close`."""
+        try:
+            self._read_snapshot()
+            self._follow()
+        finally:
+            self._in_step = False
+            self._reader.clear()
+
+    def _on_error(self, said: str, is_away: bool, is_aside: bool) -> None:
+        self.error = said
+        self.malformed += is_aside
+        self._reachable &= not (is_away or is_aside)
+
     def _read_snapshot(self) -> None:
-        self._doubted.clear()
-        self._owed = None
+        self._doubt = self._owed = None
         page = self._ask()
         self._reader.begin(page)
-        while page.cursor is not None:
+        pages = 1
+        while page.cursor is not None and not self._closed.is_set():
+            if pages == MOST_PAGES:
+                raise Malformed(f"a snapshot has more than {MOST_PAGES:,} pages")
+            pages += 1
             page = self._ask(cursor=page.cursor)
             deadline = time.monotonic() + self._patience
             while not self._reader.is_ready_for(page):
@@ -125,13 +167,13 @@ class Follower:
                 self._receive()
             self._reader.apply_page(page)
         self.snapshots += 1
-        self.is_in_step = True
+        self._in_step = True
 
     def _follow(self) -> None:
         due = time.monotonic() + self._pause
         while not self._closed.is_set():
-            if self._doubted.is_set():
-                raise OutOfStep("its answers were not as predicted")
+            if self._doubt is not None:
+                raise self._doubt
             self._receive()
             if time.monotonic() >= due:
                 self._check_status()
@@ -152,8 +194,10 @@ class Follower:
         """
         try:
             status = self._ask(status="1")
-        except requests.ReadTimeout:  # it is busy
-            return
+        except httpx.ReadTimeout:
+            if self.is_reachable:  # it is busy
+                return
+            raise
         if status.epoch != self._reader.epoch:
             raise OutOfStep("the server started anew")
         if self._owed is None or self._reader.next >= self._owed[0]:
@@ -164,12 +208,11 @@ class Follower:
 
     def _ask(self, **query: str) -> Page:
         """A page of the snapshot, or with status="1" one without events."""
-        answer = self._http.get(self.url + ROUTE, params=query, timeout=self._patience)
-        answer.raise_for_status()
-        page = decode_page(answer.content, self._rank)
+        page = decode_page(self._http.get(ROUTE, **query), self._rank)
         if page.error:
             raise OutOfStep(f"the server has no snapshot: {page.error}")
-        self.is_reachable = True
+        self._reachable = True
+        self._answered = time.monotonic()
         loads = {MEDIA[medium]: of for medium, of in page.loads.items() if medium in MEDIA}
         self.load.on_status(page.waiting, page.prefill_tokens_per_second, page.room, loads)
         return page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
@@ -15,6 +16,12 @@ from sglang_hybrid.replicas.tree import Node, Root
 KV: Final = "full"
 STATE: Final = "mamba"
 """SGLang's names of the parts of a block (its ComponentType)."""
+
+MOST_TOKENS: Final = 1 << 28
+MOST_NODES: Final = 1 << 22
+"""What a replica may hold here, so that none takes all of the router's memory: with 4 bytes of each
+token and about 400 of each node, 3 GB at most.
+"""
 
 
 class LostMessages(Exception):
@@ -34,16 +41,17 @@ class _Replica:
 
     number: its place among the bits of a node. ends: for the last hash of each event, the node that
     ends with this block. nodes: all nodes of which it holds something, each with its hash in
-    `ends`, or None where an edge was cut for another replica.
+    `ends`, or None where an edge was cut for another replica. size: bytes of their edges.
     """
 
-    __slots__ = ("block_size", "ends", "nodes", "number")
+    __slots__ = ("block_size", "ends", "nodes", "number", "size")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.block_size = 0
         self.ends: dict[int, Node] = {}
         self.nodes: dict[Node, int | None] = {}
+        self.size = 0
 
 
 class ReplicaIndex:
@@ -81,10 +89,11 @@ class ReplicaIndex:
         states and leaves the tier of the KV as it is.
 
         Raises LostMessages if `parent` is unknown for this replica, and ValueError if the sizes do
-        not fit together or another block size was given before.
+        not fit together, another block size was given before, or the replica holds more than
+        MOST_TOKENS tokens or MOST_NODES nodes.
         """
         content = as_bytes(tokens)
-        width = block_size * TOKEN_BYTES
+        width = operator.index(block_size) * TOKEN_BYTES
         if width <= 0 or len(content) != len(hashes) * width:
             raise ValueError(
                 f"{len(hashes)} blocks of {block_size} tokens do not have "
@@ -92,12 +101,17 @@ class ReplicaIndex:
             )
         if not hashes or not (KV in components or STATE in components):
             return
+        end = operator.index(hashes[-1])
         with self._lock:
             one = self._add(replica)
             if one.block_size not in (0, block_size):
                 raise ValueError(
                     f"{replica} has blocks of {one.block_size} tokens; it cannot have blocks of "
                     f"{block_size} as well"
+                )
+            if one.size + len(content) > MOST_TOKENS * TOKEN_BYTES or len(one.nodes) >= MOST_NODES:
+                raise ValueError(
+                    f"{replica} holds more than {MOST_TOKENS:,} tokens or {MOST_NODES:,} nodes"
                 )
             if parent is None:
                 top: Node = self._roots.setdefault(tenant, {}).setdefault(
@@ -113,7 +127,7 @@ class ReplicaIndex:
                 self._share(upper)
             for node in path:
                 _hold(one, node, tier, components)
-            _end_with(one, path[-1], hashes[-1])
+            _end_with(one, path[-1], end)
 
     def remove(self, replica: str, hashes: Sequence[int]) -> None:
         """A replica holds nothing of these blocks any more, in no tier.
@@ -191,6 +205,7 @@ class ReplicaIndex:
             assert seen.issuperset(one.nodes)
             named = {end: node for node, end in one.nodes.items() if end is not None}
             assert named == one.ends
+            assert one.size == sum(len(node.edge) for node in one.nodes)
 
     def _add(self, replica: str) -> _Replica:
         one = self._replicas.get(replica)
@@ -233,6 +248,7 @@ class ReplicaIndex:
     def _release(self, one: _Replica, node: Node) -> None:
         """A replica holds nothing of `node` any more."""
         end = one.nodes.pop(node)
+        one.size -= len(node.edge)
         if end is not None:
             del one.ends[end]
         node.remove(one.number)
@@ -245,7 +261,9 @@ class ReplicaIndex:
 
 def _hold(one: _Replica, node: Node, tier: Tier, components: Collection[str]) -> None:
     """A replica holds `components` of `node` in `tier`."""
-    one.nodes.setdefault(node, None)
+    if node not in one.nodes:
+        one.nodes[node] = None
+        one.size += len(node.edge)
     if KV in components:
         node.put_kv(one.number, tier)
         node.remove_states(one.number)

@@ -114,9 +114,14 @@ class ReplicaLoad:
         """Tokens that were sent there and are not prefilled, as far as is known."""
         return sum(sent.left for sent in self._unanswered.values())
 
+    @property
+    def rate(self) -> float:
+        """Tokens per second of a prefill, assumed where they are unknown."""
+        return self.prefill_tokens_per_second or ASSUMED_RATE
+
     def prefill_seconds(self, tokens: float) -> float:
         """Of so many tokens, alone."""
-        return tokens / (self.prefill_tokens_per_second or ASSUMED_RATE)
+        return tokens / self.rate
 
     def is_doubtful_after(self, predicted: int, served: int) -> bool:
         """Count a prompt that was resumed at `served` tokens where `predicted` were expected; more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_hybrid.replicas.index import ReplicaIndex
-from sglang_hybrid.replicas.wire import Page, apply_events, decode_batch
+from sglang_hybrid.replicas.wire import Page, apply_events, decode_batch, decode_page_events
 
 
 class OutOfStep(Exception):
@@ -60,7 +60,7 @@ class ReplicaReader:
 
     def apply_page(self, page: Page) -> None:
         """Apply a later page of a snapshot, for which the reader is ready."""
-        apply_events(self._index, self._name, page.events)
+        apply_events(self._index, self._name, decode_page_events(page))
         self._is_joining = page.cursor is not None
 
     def on_batch(self, number: int, payload: bytes) -> None:

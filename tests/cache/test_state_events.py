@@ -19,7 +19,7 @@ from sglang_hybrid.core.tiers.places import tiers_of
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.explain.messages import ResumableReq
 from sglang_hybrid.replicas.index import ReplicaIndex
-from sglang_hybrid.replicas.wire import apply_events
+from sglang_hybrid.replicas.wire import apply_events, decode_batch
 from sglang_hybrid.serving.tenants import tenant, tenant_names
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes
@@ -40,9 +40,14 @@ class Block:
     """The medium of each part of the block."""
 
 
+def batch(events: Iterable[Any]) -> bytes:
+    """As it is published."""
+    return msgspec.msgpack.encode([0.0, list(events), 0])
+
+
 def sent(events: Iterable[Any]) -> list[dict[str, Any]]:
     """As readers receive them."""
-    decoded: list[dict[str, Any]] = msgspec.msgpack.decode(msgspec.msgpack.encode(list(events)))
+    decoded: list[dict[str, Any]] = msgspec.msgpack.decode(batch(events))[1]
     return decoded
 
 
@@ -162,7 +167,7 @@ def test_readers_know_where_prompts_can_be_resumed(config: str) -> None:
             reader.apply(events)
             assert reader.resumable() == resumable(run.cache)
             reader.check_plain()
-            apply_events(index, "a", sent(events))
+            apply_events(index, "a", decode_batch(batch(events)))
             prompt = run.tokens(step[1], step[2])
             for at in index.resume(prompt):
                 assert run.stored is not None
@@ -322,7 +327,7 @@ def test_a_snapshot_has_pages(
     reader.apply(answer.events)
     assert pages > 3
     assert reader.resumable() == resumable(at.cache)
-    assert not answer.error and answer.seq == 1 and answer.prefill_tokens_per_second > 0
+    assert not answer.error and answer.seq == 1 and answer.prefill_tokens_per_second
     loads = at.cache.speeds.speeds.loads[Tier.HOST]
     assert answer.loads["CPU_PINNED"] == (
         loads.seconds(at.cache.cost.state_bytes),

@@ -46,7 +46,8 @@ class Server:
     snapshot: events of each page. on_page: called with the number of a page before it is made.
     published: batches so far. asked: pages that were asked for, without those of the status.
     answers: of POST, by path: the content type and the body of the answer; a path that is not there
-    is an error 404. posted: path, headers and body of each.
+    is an error 404. posted: path, headers and body of each. goes_on: clear it, and no GET is
+    answered any more.
     """
 
     def __init__(self) -> None:
@@ -62,6 +63,8 @@ class Server:
         self.asked: list[int] = []
         self.answers: dict[str, tuple[str, bytes]] = {}
         self.posted: list[tuple[str, dict[str, str], bytes]] = []
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self.port = 0
         self.open_publisher()
         self.http_port = 0
@@ -119,6 +122,7 @@ class Server:
         self.open_publisher()
 
     def close(self) -> None:
+        self.goes_on.set()
         self.stop_http()
         self.socket.close()
 
@@ -147,6 +151,7 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            server.goes_on.wait()
             if self.path == "/health":
                 self._send(200, "text/plain", b"")
                 return

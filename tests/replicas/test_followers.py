@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
@@ -12,6 +14,7 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+import zmq
 from rich.console import Console
 
 from sglang_hybrid.core.tiers.rates import Tier
@@ -19,7 +22,7 @@ from sglang_hybrid.replicas import Choice, Follower, ReplicaIndex, Replicas, ten
 from sglang_hybrid.replicas.__main__ import table
 from sglang_hybrid.replicas.choosing import addresses, endpoint_of
 from sglang_hybrid.replicas.load import TOO_MANY_WRONG
-from sglang_hybrid.replicas.wire import KvEvents
+from sglang_hybrid.replicas.wire import KvEvents, Malformed
 from sglang_hybrid.serving.tenants import TenantNames
 from tests.replicas.server import KEY, PATIENCE, PAUSE, Server, all_of, removed, stored, wait_until
 
@@ -221,6 +224,63 @@ def test_a_server_that_goes_away_holds_nothing_until_it_is_back(server: Server) 
         assert position(index, 1, 2) == 2
 
 
+def test_a_server_that_answers_late_is_busy_and_one_that_does_not_has_vanished(
+    server: Server,
+) -> None:
+    with following(server, patience=0.1) as (follower, index):
+        server.publish(stored([1, 2]))
+        wait_until(lambda: follower.applied == 1)
+        server.goes_on.clear()
+        threading.Event().wait(0.3)  # it has not been answered once or twice
+        assert follower.is_in_step and follower.is_reachable
+        wait_until(lambda: not follower.is_in_step and not follower.is_reachable)
+        wait_until(lambda: position(index, 1, 2) == 0)
+        server.snapshot = [[stored([1, 2])]]
+        server.goes_on.set()
+        wait_until(lambda: follower.is_in_step)
+        assert position(index, 1, 2) == 2
+
+
+def test_a_server_whose_thread_hangs_is_not_in_step(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it last said is not true for ever."""
+    with following(server) as (follower, _):
+        now = time.monotonic()
+        monkeypatch.setattr("time.monotonic", lambda: now + 60)
+        assert not follower.is_in_step and not follower.is_reachable
+        monkeypatch.undo()
+
+
+def test_a_snapshot_that_does_not_end_puts_its_server_aside(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_hybrid.replicas.follower.MOST_PAGES", 3)
+    server.snapshot = [[stored([token])] for token in range(4)]
+    follower = Follower(server.url, server.endpoint, ReplicaIndex(), "a", KEY, pause=600)
+    wait_until(lambda: "more than 3 pages" in follower.error)
+    assert not follower.is_reachable and follower.malformed == 1
+    follower.close()
+
+
+def test_nothing_is_left_of_a_server_whose_endpoint_is_none() -> None:
+    index = ReplicaIndex()
+    with pytest.raises(zmq.ZMQError):
+        Follower("http://127.0.0.1:9", "no endpoint", index, "a")
+    assert index.resume([1]) == []
+
+
+def test_a_server_that_lies_to_others_is_put_aside(server: Server) -> None:
+    with all_of(server) as replicas:
+        follower = replicas.followers[server.url]
+        replicas.put_aside("http://another", Malformed("a lie"))
+        assert follower.is_reachable
+        replicas.put_aside(server.url, Malformed("a lie"))
+        assert not follower.is_reachable
+        wait_until(lambda: follower.is_in_step)
+        assert (follower.error, follower.malformed, follower.snapshots) == ("a lie", 1, 2)
+
+
 def test_a_server_that_is_not_there_yet_is_waited_for(server: Server) -> None:
     server.stop_http()
     index = ReplicaIndex()
@@ -281,6 +341,38 @@ def test_replicas_that_are_as_good_get_prompts_by_turns(server: Server, other: S
         wait_until(lambda: any(load.prefill_tokens_per_second == 2_000 for load in loads))
         choice = replicas.choose([7] * 50)
         assert (choice.replica, choice.others) == (other.url, (server.url,))
+
+
+def test_one_that_does_not_say_how_fast_it_is_is_no_faster(server: Server, other: Server) -> None:
+    server.rate = 100.0
+    with all_of(server, other) as replicas:
+        loads = [replicas.followers[each.url].load for each in (server, other)]
+        wait_until(lambda: loads[0].prefill_tokens_per_second == 100)
+        for at in range(6):
+            replicas.on_answer(replicas.choose([at] * 50))
+        assert [load.sent for load in loads] == [3, 3]
+
+
+def test_one_that_cannot_be_read_gets_what_the_others_have_no_time_for(
+    server: Server, other: Server
+) -> None:
+    """It says that it is ten times as fast."""
+    server.rate, other.rate = 100.0, 1_000.0
+    is_read = threading.Event()
+    with all_of(server, other, patience=20) as replicas:
+        choice = replicas.choose([1] * 50)
+        assert choice.replica == other.url
+        replicas.on_answer(choice)
+        follower = replicas.followers[other.url]
+        other.on_page = lambda page: is_read.wait() if page else None
+        other.snapshot = [[stored([1, 2])], []]
+        follower.resync()
+        wait_until(lambda: follower.is_reachable and not follower.is_in_step)
+        wait_until(lambda: other.asked[-1] == 1)
+        choices = [replicas.choose([2, at] * 50) for at in range(2)]
+        is_read.set()
+        assert [choice.replica for choice in choices] == [server.url, other.url]
+        wait_until(lambda: follower.is_in_step)
 
 
 def test_loads_from_the_host_take_their_time(server: Server, other: Server) -> None:
@@ -394,6 +486,7 @@ def test_the_table_has_a_line_for_each_server(server: Server) -> None:
     server.snapshot = [[stored([1, 2]), stored([3, 4], parent=2, medium="DISK")]]
     with all_of(server, urls=(server.url, "http://127.0.0.1:9")) as replicas:
         wait_until(lambda: "refused" in str(replicas.errors))
+        replicas.errors = replicas.errors | {"http://a": "no [/markup] of ours"}
         console = Console(width=400, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         console.print(table(replicas))
         lines = console.export_text().splitlines()
@@ -401,6 +494,7 @@ def test_the_table_has_a_line_for_each_server(server: Server) -> None:
         cells = [cell.strip() for cell in line.strip("│").split("│")]
         assert cells == [server.url, "yes", "2", "4", "1", "0", "1", "0", "0 of 0"]
         assert any("127.0.0.1:9" in line and "refused" in line for line in lines)
+        assert any("no [/markup] of ours" in line for line in lines)
 
 
 def test_a_publisher_is_found_at_the_host_of_its_server() -> None:
