@@ -7,20 +7,21 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.replicas import envoy
-from sglang_hybrid.replicas.choosing import Replicas
+from sglang_hybrid.replicas.choosing import Replicas, divided
 from sglang_hybrid.replicas.metrics import shown
 from sglang_hybrid.replicas.picker import Picker, serve
+from sglang_hybrid.serving.processes import PR_SET_PDEATHSIG
 from sglang_hybrid.serving.server_process import (
     ServerFailed,
     ServerProcess,
@@ -45,7 +46,7 @@ def run(
     flags: of each server. The rest is as for `route`. Raises what `route` raises, and ServerFailed
     where a server does not start at first.
     """
-    _envoy()
+    check(listen)
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))  # tenants have one name everywhere
     with ExitStack() as stack:
         servers = [_Server(number, count, flags, stack) for number in range(count)]
@@ -71,26 +72,23 @@ def route(
     or SIGTERM.
 
     listen: host:port. admin_key: the servers'. metrics_port: of /metrics on that host, if wanted.
-    keep: called each second. Raises FileNotFoundError without Envoy, OSError where the port of
-    metrics is in use, and ServerFailed where Envoy ends.
+    keep: called each second. Raises FileNotFoundError without Envoy, OSError where a port is in
+    use, and ServerFailed where Envoy ends.
     """
-    with (
-        closing(Replicas(urls, admin_key)) as replicas,
-        tempfile.TemporaryDirectory(prefix="sglang-hybrid-") as folder,
-    ):
+    check(listen)
+    with closing(Replicas(urls, admin_key)) as replicas:
         picker = Picker(replicas)
         with shown(picker, listen, metrics_port):
-            asyncio.run(_route(urls, listen, picker, Path(folder) / "envoy.json", keep))
+            asyncio.run(_route(urls, listen, picker, keep))
 
 
 async def _route(
-    urls: Sequence[str], listen: str, picker: Picker, config: Path, keep: Callable[[], None]
+    urls: Sequence[str], listen: str, picker: Picker, keep: Callable[[], None]
 ) -> None:
     at = f"127.0.0.1:{free_port()}"
     answering = await serve(picker, at)
-    config.write_text(json.dumps(envoy.configuration(urls, listen, at)))
-    command = [_envoy(), "--config-path", str(config), "--use-dynamic-base-id"]
-    proxy = subprocess.Popen([*command, "--log-level", "error"], start_new_session=True)
+    configuration = envoy.configuration(urls, listen, at)
+    proxy = subprocess.Popen(envoy_command(configuration), start_new_session=True)
     print(f"{len(urls)} servers behind http://{listen}", flush=True)
     try:
         while (status := proxy.poll()) is None:
@@ -101,6 +99,38 @@ async def _route(
         proxy.terminate()
         proxy.wait()
         await answering.stop(0)
+
+
+ENDS_WITH_PARENT: Final = f"""
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the router has ended")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def envoy_command(configuration: dict[str, Any]) -> list[str]:
+    """Starts Envoy from this process and ends it with this one, even where this one is killed: an
+    Envoy without its picker would hold the port. No file is left of it: the configuration is an
+    argument, and without hot restarts there is no shared memory. Raises FileNotFoundError.
+    """
+    launcher = [sys.executable, "-c", ENDS_WITH_PARENT, str(os.getpid())]
+    told = ["--config-yaml", json.dumps(configuration), "--log-level", "error"]
+    return [*launcher, _envoy(), *told, "--disable-hot-restart"]
+
+
+def check(listen: str) -> None:
+    """Raises FileNotFoundError without Envoy, and OSError where `listen` (host:port) is in use."""
+    _envoy()
+    host, port = divided(listen)
+    (family, kind, number, _, at), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    with socket.socket(family, kind, number) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(at)
+        except OSError as error:
+            raise OSError(f"a router cannot be at {listen}: {error.strerror}") from error
 
 
 def _envoy() -> str:
@@ -130,13 +160,15 @@ class _Server:
         told = f"server {self._number} ended with status {status}:"
         print(f"{told}\n{self.process.tail()}", flush=True)
         self.process.stop()
+        self.process.log.unlink()
         self._start(self.process.port)
 
     def _start(self, port: int) -> None:
         self._began = time.monotonic()
         self.process = ServerProcess(self._flags, port=port, timeout=START_SECONDS)
-        self.process.start()
+        self._stack.callback(self.process.log.unlink, missing_ok=True)
         self._stack.callback(self.process.stop)
+        self.process.start()
         print(f"server {self._number}: {self.process.url}, log: {self.process.log}", flush=True)
 
 

@@ -12,56 +12,55 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import grpc
 import httpx
-import msgspec
 import numpy
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
     ExternalProcessorServicer,
     add_ExternalProcessorServicer_to_server,
 )
 
+from sglang_hybrid.replicas.asking import new_client, read
 from sglang_hybrid.replicas.choosing import Choice, Replicas, host_and_port
+from sglang_hybrid.replicas.exchange import MOST_BODY, refusal
+from sglang_hybrid.replicas.exchange import Exchange as _Exchange
+from sglang_hybrid.replicas.wire import Malformed, Prompt, decode_prompt
 
 logger = logging.getLogger(__name__)
 
-DESTINATION: Final = "x-gateway-destination-endpoint"
-METADATA: Final = "envoy.lb"  # where the protocol wants the destination once more
 PROMPT_ROUTE: Final = "/hybrid_cache/prompt"
-SENT_ON: Final = ("authorization", "content-type", "x-api-key", "x-hybrid-", "x-request-id-hybrid-")
-"""How the headers begin in which a request names its key, its tenant or its actions."""
-
-CHUNK: Final = 62 << 10  # bytes of a body in a message; the protocol allows 64 KiB
 SECONDS: Final = 10.0  # in which a server must have said what a prompt is
-_DUPLEX: Final = ProcessingMode.FULL_DUPLEX_STREAMED
+SILENCE: Final = 60.0  # for which one that did not is not asked again, while others can be
 ADDRESS_SECONDS: Final = 5.0  # for which the address of a host is remembered
+BODY_SECONDS: Final = 60.0  # in which the body of a request must have come
 
+SMALL_BODY: Final = 1 << 20
+MOST_HELD: Final = 256 << 20
+"""Bytes of all bodies of more than SMALL_BODY bytes that are awaited or looked up at a time. What
+is beyond them goes on at once, by load alone.
+"""
 
-class _Prompt(msgspec.Struct):
-    input_ids: list[int]
-    tenant: str
+_ENCODED: Final = "%(2[0-9A-Ca-c]|3[A-Fa-f]|40|5[BDEbde]|60|7[B-Db-d]|[89A-Fa-f][0-9A-Fa-f])"
+_CHARACTER: Final = f"([A-Za-z0-9_~!$&'()*+,;=:@-]|{_ENCODED})"
+PATH: Final = rf"/|(/(\.{{0,2}}{_CHARACTER}|\.{{3}})({_CHARACTER}|\.)*)+/?"
+"""A path that stays as it is when it is normalised, for Python and for Envoy (RE2): no segment is
+empty, `.` or `..`, and what is encoded is no letter, digit, `-`, `.`, `_` or `~`, no slash, and no
+control character. Other paths are refused, since gateways, libraries and servers differ in what
+they make of them.
+"""
 
-
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _CachedTokens | None = None
-
-
-class _Answer(msgspec.Struct):
-    """What the answers of /generate and of OpenAI's routes say of cached tokens."""
-
-    meta_info: _CachedTokens | None = None
-    usage: _Usage | None = None
+NOT_NORMAL: Final = (
+    "the path is not in its normal form: it has an empty segment, '.', '..', a backslash, or an "
+    "encoded character that means something else when it is decoded"
+)
 
 
 class Picker(ExternalProcessorServicer):  # type: ignore[misc]
@@ -74,41 +73,67 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
     def __init__(self, replicas: Replicas) -> None:
         self.looked_up = self.unknown = self.failed = 0
         self.replicas = replicas
-        self._http = httpx.AsyncClient(timeout=SECONDS)
+        self._http = new_client(SECONDS, {})
         self._turns = itertools.count()
+        self._silent: dict[str, float] = {}  # servers that said nothing, and until when
         self._addresses: dict[str, tuple[float, str]] = {}
+        self._held = 0
 
     async def Process(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """A request and its answer, message by message."""
         exchange = _Exchange()
         choice: Choice | None = None
+        held = 0
+        latest = asyncio.get_running_loop().time() + BODY_SECONDS
+        messages = aiter(stream)
         try:
-            async for message in stream:
-                kind = message.WhichOneof("request")
-                if kind.startswith("request_"):
-                    if not exchange.is_sent and exchange.is_whole_with(message):
-                        choice = await self._choose(exchange)
+            while True:
+                try:
+                    async with asyncio.timeout_at(latest if exchange.is_awaited else None):
+                        message = await anext(messages)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    why = f"the body did not arrive within {BODY_SECONDS:.0f} seconds"
+                    yield refusal(HTTPStatus.REQUEST_TIMEOUT, why)
+                    return
+                kind = message.WhichOneof("request") or ""
+                if kind.startswith("response_"):
+                    reply, is_answered = exchange.on_answer(message)
+                    if choice is not None and is_answered:
+                        self.replicas.on_answer(choice, exchange.cached_tokens())
+                        choice = None
+                    yield reply
+                elif exchange.is_sent and kind:
+                    yield exchange.send_on(message, kind)
+                elif kind:
+                    is_known = exchange.is_known_with(message)
+                    if not _is_normal(exchange.path):
+                        yield refusal(HTTPStatus.BAD_REQUEST, NOT_NORMAL)
+                        return
+                    if not is_known and not held and exchange.size > SMALL_BODY:
+                        held = exchange.size
+                        self._held += held
+                    if is_known or exchange.size > MOST_BODY or (held and self._held > MOST_HELD):
+                        choice = await self._choose(exchange, is_known)
                         destination = await self._destination(choice) if choice else ""
+                        self._held, held = self._held - held, 0
                         for reply in exchange.send_to(destination, kind):
                             yield reply
                     elif exchange.waits_for_replies:
                         yield ProcessingResponse(**{kind: {}})
-                    continue
-                reply, is_answered = exchange.on_answer(message)
-                if choice is not None and is_answered:
-                    self.replicas.on_answer(choice, exchange.cached_tokens())
-                    choice = None
-                yield reply
         finally:
+            self._held -= held
             if choice is not None:  # the client or the gateway went away
                 self.replicas.on_answer(choice)
 
-    async def _choose(self, exchange: _Exchange) -> Choice | None:
+    async def _choose(self, exchange: _Exchange, is_known: bool) -> Choice | None:
         """None for a request that generates nothing, or where no server can be reached."""
         if exchange.method != "POST":
             return None
-        prompt = await self._prompt(exchange)
-        tokens = numpy.asarray(prompt.input_ids, numpy.int32)
+        body = exchange.body if is_known else None
+        prompt = Prompt([], "") if body is None else await self._prompt(exchange, body)
+        tokens = numpy.asarray(prompt.input_ids, numpy.int64)
         try:
             choice = self.replicas.choose(tokens, prompt.tenant)
         except LookupError as error:
@@ -119,27 +144,49 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
         self.unknown += not prompt.input_ids
         return choice
 
-    async def _prompt(self, exchange: _Exchange) -> _Prompt:
+    async def _prompt(self, exchange: _Exchange, body: bytes) -> Prompt:
         """What a server says that the request's prompt is; without tokens where none does, as of
         routes without prompts and of requests that will be refused.
         """
-        urls = sorted({one.url for one in self.replicas.reachable()})
-        first = next(self._turns)
-        for number in range(min(2, len(urls))):
-            url = urls[(first + number) % len(urls)]
+        latest = time.monotonic() + 1.5 * SECONDS
+        for url in self._asked():
             try:
-                answer = await self._http.post(
+                answer = await read(
+                    self._http,
+                    "POST",
                     url + PROMPT_ROUTE + exchange.path,
-                    content=bytes(exchange.body),
+                    2 * SECONDS,
+                    content=body,
                     headers=exchange.sent_on(),
                 )
+                if answer.is_success:
+                    return decode_prompt(answer.content)
+            except Malformed as error:
+                self.replicas.put_aside(url, error)
+                logger.warning("%s is put aside: %s", url, error)
+            except (httpx.InvalidURL, httpx.LocalProtocolError):  # by what the client sent
+                break
             except httpx.HTTPError as error:
+                self._silent[url] = time.monotonic() + SILENCE
                 logger.warning("%s said nothing of a prompt: %s", url, error or type(error))
-                continue
-            if answer.is_success:
-                return msgspec.json.decode(answer.content, type=_Prompt)
-            break
-        return _Prompt([], "")
+            else:
+                if answer.is_client_error:
+                    break
+            if time.monotonic() > latest:
+                break
+        return Prompt([], "")
+
+    def _asked(self) -> list[str]:
+        """The servers that are asked what a prompt is, by turns: those that are in step and answer,
+        or if there are none, all that are reachable.
+        """
+        now = time.monotonic()
+        self._silent = {url: until for url, until in self._silent.items() if until > now}
+        reachable = self.replicas.reachable()
+        answering = [one for one in reachable if one.is_in_step and one.url not in self._silent]
+        urls = sorted({one.url for one in answering or reachable})
+        first = next(self._turns) % max(1, len(urls))
+        return urls[first:] + urls[:first]
 
     async def _destination(self, choice: Choice) -> str:
         """Addresses, as the protocol has them: the chosen server's, then those of the others."""
@@ -164,120 +211,17 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
         return address
 
 
-class _Exchange:
-    """A request, as far as it is known, and its answer. method, path, body: the request's.
-    is_sent: whether the gateway was told where it goes.
-
-    A gateway sends the body in parts and takes parts back, in between or later (`_DUPLEX`); or it
-    keeps the body, which it sends whole after the headers were replied to; or it sends none.
-    """
-
-    def __init__(self) -> None:
-        self.method = self.path = ""
-        self.body = bytearray()
-        self.is_sent = False
-        self._headers: dict[str, str] = {}
-        self._mode = self._answer_mode = _DUPLEX
-        self._ends = False  # whether the body was followed by nothing
-        self._answer = bytearray()
-        self._reads_answer = False
-
-    def is_whole_with(self, message: Any) -> bool:
-        """Whether the request is known as a whole, or as far as the gateway tells it, now that this
-        message of it has come.
-        """
-        if message.HasField("request_body"):
-            self.body += message.request_body.body
-            self._ends = message.request_body.end_of_stream
-        elif message.HasField("request_headers"):
-            if message.HasField("protocol_config"):
-                self._mode = message.protocol_config.request_body_mode
-                self._answer_mode = message.protocol_config.response_body_mode
-            self._headers = _read(message.request_headers)
-            self.method = self._headers.get(":method", "")
-            self.path = self._headers.get(":path", "")
-            return self._mode == ProcessingMode.NONE or bool(message.request_headers.end_of_stream)
-        return self._ends or message.HasField("request_trailers")
-
-    @property
-    def waits_for_replies(self) -> bool:
-        """Whether each message of the request wants its reply before the next one comes."""
-        return bool(self.is_sent or self._mode != _DUPLEX)
-
-    def sent_on(self) -> dict[str, str]:
-        """The headers that decide what a server makes of the request."""
-        return {name: said for name, said in self._headers.items() if name.startswith(SENT_ON)}
-
-    def send_to(self, destination: str, kind: str) -> Iterator[Any]:
-        """The messages that send the request there, after one of this kind has come; "" is where
-        the gateway likes.
-        """
-        self.is_sent = True
-        # What a client says of it has no effect.
-        mutation: dict[str, Any] = {"remove_headers": [DESTINATION]}
-        metadata = {}
-        if destination:
-            header = {"key": DESTINATION, "raw_value": destination.encode()}
-            overwrite = "OVERWRITE_IF_EXISTS_OR_ADD"
-            mutation = {"set_headers": [{"header": header, "append_action": overwrite}]}
-            metadata = {METADATA: {DESTINATION: destination}}
-        first = "request_headers" if self._mode == _DUPLEX else kind
-        reply = {first: {"response": {"header_mutation": mutation}}}
-        yield ProcessingResponse(**reply, dynamic_metadata=metadata)
-        if self._mode != _DUPLEX:
-            return
-        for begin in range(0, len(self.body), CHUNK):
-            is_last = self._ends and begin + CHUNK >= len(self.body)
-            yield _streamed("request_body", bytes(self.body[begin : begin + CHUNK]), is_last)
-        if kind == "request_trailers":
-            yield ProcessingResponse(request_trailers={})
-
-    def on_answer(self, message: Any) -> tuple[Any, bool]:
-        """The reply to a message of the answer, and whether enough of the answer has come. The body
-        is asked for where it is one JSON object, which may say how much was cached.
-        """
-        if message.HasField("response_headers"):
-            headers = _read(message.response_headers)
-            self._reads_answer = headers.get("content-type", "").startswith("application/json")
-            self._reads_answer &= not message.response_headers.end_of_stream
-            reply = ProcessingResponse(response_headers={})
-            if self._reads_answer and self._answer_mode != _DUPLEX:
-                reply.mode_override.response_body_mode = ProcessingMode.BUFFERED_PARTIAL
-            return reply, not self._reads_answer
-        if message.HasField("response_trailers"):
-            return ProcessingResponse(response_trailers={}), True
-        part = message.response_body
-        if self._reads_answer:
-            self._answer += part.body
-        if self._answer_mode == _DUPLEX:
-            return _streamed("response_body", part.body, part.end_of_stream), part.end_of_stream
-        return ProcessingResponse(response_body={}), True
-
-    def cached_tokens(self) -> int | None:
-        """How many tokens of the prompt were hit, as far as the answer says it."""
-        try:
-            answer = msgspec.json.decode(bytes(self._answer), type=_Answer)
-        except msgspec.DecodeError:
-            return None
-        said = answer.meta_info or (answer.usage and answer.usage.prompt_tokens_details)
-        return said.cached_tokens if said else None
+_normal_paths = re.compile(PATH)
 
 
-def _read(headers: Any) -> dict[str, str]:
-    """Names, in lower case, and values of the headers in a message."""
-    pairs = headers.headers.headers
-    return {each.key.lower(): each.value or each.raw_value.decode("latin-1") for each in pairs}
-
-
-def _streamed(kind: str, body: bytes, is_last: bool) -> Any:
-    part = {"body": body, "end_of_stream": is_last}
-    mutation = {"body_mutation": {"streamed_response": part}}
-    return ProcessingResponse(**{kind: {"response": mutation}})
+def _is_normal(path: str) -> bool:
+    return _normal_paths.fullmatch(path.partition("?")[0]) is not None
 
 
 async def serve(picker: Picker, address: str) -> grpc.aio.Server:
     """Start to answer at `address` (host:port)."""
-    server = grpc.aio.server()
+    most = ("grpc.max_receive_message_length", MOST_BODY + (2 << 20))
+    server = grpc.aio.server(options=[most])
     add_ExternalProcessorServicer_to_server(picker, server)
     server.add_insecure_port(address)
     await server.start()

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,11 +25,20 @@ SERVE = "sglang_hybrid.replicas"
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the fleet has its temporary files."""
+    return tmp_path_factory.mktemp("tmp")
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, temporary: Path) -> Iterator[ServerProcess]:
     model = build_tiny_model(DEFAULT_ARCHITECTURE, tmp_path_factory.mktemp("model") / "it")
     flags = ["--model-path", str(model), "--admin-api-key", KEY, "--enable-cache-report"]
     with ServerProcess(
-        flags, program=[sys.executable, "-m", SERVE, "serve", "--n", "2"], health="/health"
+        flags,
+        program=[sys.executable, "-m", SERVE, "serve", "--n", "2"],
+        health="/health",
+        environment={"TMPDIR": str(temporary)},
     ) as running:
         yield running
 
@@ -94,7 +104,7 @@ def test_chats_are_hit_and_streams_come_in_parts(fleet: ServerProcess) -> None:
     assert lines[-1] == b"data: [DONE]" and len(lines) > 3
 
 
-def test_nothing_is_left_after_the_end(fleet: ServerProcess) -> None:
+def test_nothing_is_left_after_the_end(fleet: ServerProcess, temporary: Path) -> None:
     processes = fleet.processes()
     assert len(processes) > 4
     assert fleet.process is not None
@@ -102,3 +112,4 @@ def test_nothing_is_left_after_the_end(fleet: ServerProcess) -> None:
     fleet.process.wait(60)
     _, left = psutil.wait_procs(processes, timeout=10)
     assert left == []
+    assert list(temporary.iterdir()) == []
