@@ -65,6 +65,7 @@ def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, An
     connections = {
         "stat_prefix": "requests",
         "use_remote_address": True,  # which also removes clients' instructions (x-envoy-...)
+        "preserve_external_request_id": True,
         "path_with_escaped_slashes_action": "REJECT_REQUEST",
         "request_headers_timeout": f"{HEADER_SECONDS}s",
         "request_timeout": f"{BODY_SECONDS:.0f}s",

@@ -21,7 +21,7 @@ ROUTE: Final = "/hybrid_cache/resumable"
 TICK: Final = 100  # milliseconds for which a thread waits before it looks whether it should end
 QUEUE: Final = 100_000  # batches that may wait to be applied
 MOST_PAGES: Final = MOST_TOKENS // PAGE_TOKENS
-SILENCE: Final = 6  # times `patience`: how long a server may be too busy to answer
+SILENCE: Final = 3  # times `patience`: how long a server may be too busy to answer
 
 
 class Follower:

@@ -49,7 +49,7 @@ class Malformed(Exception):
 class BlockStored(msgspec.Struct):
     """The arguments of `ReplicaIndex.store`."""
 
-    block_hashes: Annotated[list[int], Meta(min_length=1)]
+    block_hashes: list[int]
     token_ids: list[TokenId]
     block_size: BlockSize
     parent_block_hash: int | None = None

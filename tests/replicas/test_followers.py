@@ -227,7 +227,7 @@ def test_a_server_that_goes_away_holds_nothing_until_it_is_back(server: Server) 
 def test_a_server_that_answers_late_is_busy_and_one_that_does_not_has_vanished(
     server: Server,
 ) -> None:
-    with following(server, patience=0.1) as (follower, index):
+    with following(server, patience=0.3) as (follower, index):
         server.publish(stored([1, 2]))
         wait_until(lambda: follower.applied == 1)
         server.goes_on.clear()

@@ -177,9 +177,12 @@ def test_a_client_does_not_say_how_often_a_server_is_asked(
         "x-envoy-retriable-status-codes": "404",
         "x-envoy-max-retries": "50",
         "x-envoy-upstream-rq-timeout-ms": "1",
+        "x-request-id": "5",
     }
     assert gateway.post("/nowhere", b"{}", **said).status_code == 404
-    assert len([*sent(server), *sent(other)]) == 1
+    ((_, headers, _),) = [*sent(server), *sent(other)]
+    assert headers["x-request-id"] == "5"  # which is no instruction
+    assert headers["x-forwarded-for"].startswith("10.0.0.1,")
 
 
 def test_what_no_client_should_send_costs_nobody_anything(
