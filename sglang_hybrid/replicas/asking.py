@@ -48,26 +48,27 @@ def _certificates() -> ssl.SSLContext:
         return _load_certificates()
 
 
-def new_client(patience: float, headers: dict[str, str], **options: Any) -> httpx.AsyncClient:
-    """options: as of httpx.AsyncClient. patience: seconds until an answer begins, or goes on."""
-    plain = {"Accept-Encoding": "identity"}
+def new_client(patience: float, headers: dict[str, str]) -> httpx.AsyncClient:
+    """Each question has a new connection, which a server that has ended or is about to end does not
+    take. patience: seconds until an answer begins, or goes on.
+    """
     return httpx.AsyncClient(
-        timeout=patience, headers=plain | headers, verify=_certificates(), **options
+        timeout=patience,
+        headers={"Accept-Encoding": "identity"} | headers,
+        verify=_certificates(),
+        limits=httpx.Limits(max_keepalive_connections=0),
     )
 
 
 class Asking:
-    """Asks one server from one thread, each time by a new connection, which a server that has ended
-    or is about to end does not take. patience: seconds until an answer begins, or goes on.
-    """
+    """Asks one server from one thread. patience: as of `new_client`."""
 
     def __init__(self, url: str, admin_key: str | None, patience: float) -> None:
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._url = url
         self._seconds = 2 * patience
         self._loop = asyncio.new_event_loop()
-        once = httpx.Limits(max_keepalive_connections=0)
-        self._client = new_client(patience, headers, limits=once)
+        self._client = new_client(patience, headers)
 
     def get(self, path: str, **query: str) -> bytes:
         """The answer of GET `path`. Raises what `read` raises, and httpx.HTTPStatusError for an

@@ -164,6 +164,9 @@ def test_a_path_that_is_not_in_its_normal_form_reaches_nobody(
     head = "Host: a\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
     for path in NOT_NORMAL:
         assert status(gateway.begin(f"POST {path} HTTP/1.1\r\n{head}".encode())) == 400, path
+    gateway.end_picker()  # by itself, too
+    for path in NOT_NORMAL:
+        assert status(gateway.begin(f"POST {path} HTTP/1.1\r\n{head}".encode())) == 400, path
     assert server.posted == other.posted == []
 
 

@@ -203,6 +203,17 @@ def test_the_memory_of_many_bodies_goes_back_once_there_are_none(
     run(story)
 
 
+def test_nothing_is_kept_of_a_request_that_is_cancelled() -> None:
+    async def story(bounds: BodyBounds) -> None:
+        client = Client(bounds)
+        await client.send(bytes(LONG))
+        client.task.cancel()
+        await asyncio.wait([client.task])
+        assert bounds._waiting._total == 0
+
+    run(story)
+
+
 def test_too_long_a_body_is_status_413_and_takes_no_memory() -> None:
     async def story(bounds: BodyBounds) -> None:
         client = Client(bounds)
