@@ -18,22 +18,30 @@ from sglang_hybrid.serving.requests.long_requests import IN_MEMORY, UNBOUNDED
 from tests.server.client import Serve, ask, greedy, random_prompt, until
 
 DEEP = "[" * 2_000
+FORM = "/v1/audio/transcriptions"
+"""A route whose body is a form; it does not read any other."""
 
 
 def routes(url: str) -> list[str]:
-    """Of the server's own description: what takes a body."""
+    """Of the server's own description: what takes JSON."""
     paths: dict[str, Any] = requests.get(url + "/openapi.json", timeout=60).json()["paths"]
     return [
         path
         for path, operations in paths.items()
-        if "requestBody" in operations.get("post", {}) and path not in UNBOUNDED
+        if "requestBody" in operations.get("post", {}) and path not in {*UNBOUNDED, FORM}
     ]
 
 
-def post(url: str, path: str, body: str, announced: int | None = None) -> tuple[int, str]:
+def post(
+    url: str,
+    path: str,
+    body: str,
+    announced: int | None = None,
+    kind: str = "application/json",
+) -> tuple[int, str]:
     """Status and text. announced: bytes that the request says it has; they are not sent."""
     server = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
-    head = {"Content-Type": "application/json"}
+    head = {"Content-Type": kind}
     if announced is not None:
         head["Content-Length"] = str(announced)
     server.request("POST", path, body, head)
@@ -61,6 +69,11 @@ def test_a_body_that_is_nested_too_deep_is_status_400_on_every_route(url: str) -
 def test_a_body_that_is_too_long_is_status_413_on_every_route(url: str) -> None:
     for path, status, text in everywhere(url, "{", announced=1 << 30):
         assert (status, "1,073,741,824 bytes or more" in text) == (413, True), (path, status, text)
+
+
+def test_a_form_that_is_too_long_is_status_413(url: str) -> None:
+    status, text = post(url, FORM, "--a", 1 << 30, "multipart/form-data; boundary=a")
+    assert (status, "1,073,741,824 bytes or more" in text) == (413, True), text
 
 
 def nested(depth: int) -> dict[str, Any]:
