@@ -13,49 +13,42 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sglang_hybrid.replay.command_line import jobs_of, parser, traffic_of
+from sglang_hybrid.core.programs import program
+from sglang_hybrid.core.sentences import plain
+from sglang_hybrid.replay.command_line import jobs_of, name_of, parser, traffic_of
 from sglang_hybrid.replay.reports.tables import show_results
 from sglang_hybrid.replay.runner import Job, Result, Runner
-from sglang_hybrid.replay.simulation.traces.formats import find_format, write_trace
+from sglang_hybrid.replay.simulation.traces.formats import write_trace
 from sglang_hybrid.replay.simulation.traces.lines import whole_file
 
 AVMP = "avmp"
 """In the place of a trace: the comparison of the AVMP paper."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status; what is wrong is one sentence on stderr."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if arguments[:1] == [AVMP]:
-            from sglang_hybrid.replay.avmp import command
+@program
+def main(arguments: Sequence[str]) -> int:
+    """Replay what the arguments say; returns the exit status."""
+    if arguments[:1] == [AVMP]:
+        from sglang_hybrid.replay.avmp import command
 
-            return command.main(arguments[1:])
-        return _main(parser().parse_args(arguments), arguments)
-    except (ValueError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-        print(f"error: {where}{reason}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return command.main(arguments[1:])
+    return _main(parser().parse_args(arguments), arguments)
 
 
-def _main(options: argparse.Namespace, arguments: list[str]) -> int:
-    console = Console(stderr=options.json is not None and str(options.json) == "-")
-    name, requests = traffic_of(options, console)
-    if options.record is not None:
-        find_format(options.to)
-        write_trace(options.record, requests, options.to)
-        console.print(f"{len(requests):,} requests written to {options.record} ({options.to})")
-        return 0
-    if options.workers < 1:
-        raise ValueError(f"--workers must be 1 or more, not {options.workers}")
-    jobs = jobs_of(options, name)
+def _main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    to_stdout = options.json is not None and str(options.json) == "-"
+    console = Console(stderr=to_stdout, markup=False, emoji=False)
+    name = name_of(options)
+    jobs = [] if options.record else jobs_of(options, name)
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ValueError(f"{options.json} cannot be written: there is no such directory")
-    command = shlex.join(["python", "-m", "sglang_hybrid.replay", *arguments])
+    requests = traffic_of(options, console)
+    if options.record is not None:
+        write_trace(options.record, requests, options.to)
+        written = f"{len(requests):,} requests written to {options.record} ({options.to})"
+        console.print(plain(written), soft_wrap=True)
+        return 0
+    command = plain(shlex.join(["python", "-m", "sglang_hybrid.replay", *arguments]))
     results = _results(options, Runner({name: requests}), jobs, command, console)
     show_results(results, requests, console)
     if options.json is not None:

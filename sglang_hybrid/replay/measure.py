@@ -7,11 +7,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import requests
 
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
+from sglang_hybrid.serving.answers import read_answer
+
+T = TypeVar("T")
 
 FEW, MANY = 1, 33  # tokens of the answers that decoding is measured with
 
@@ -85,6 +90,19 @@ def fit(ask: Ask, measured: Measured, about: str, seed: int = 0) -> PrefillTime:
     return PrefillTime.fit(prefills, decode, about)
 
 
+class _Info(msgspec.Struct):
+    model_path: str = "a model"
+
+
+class _Meta(msgspec.Struct):
+    cached_tokens: int
+
+
+class _Generated(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int]
+
+
 class Server:
     """A running server's /generate."""
 
@@ -93,25 +111,27 @@ class Server:
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._session = requests.Session()
-        info = self._call("get", "/get_model_info")
-        self.model = str(info.get("model_path", "a model"))
+        self.model = self._call(_Info, "get", "/get_model_info").model_path
 
     def ask(self, prompt: list[int], new_tokens: int) -> TimedAnswer:
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling}
         begin = time.perf_counter()
-        answer = self._call("post", "/generate", json=body)
+        answer = self._call(_Generated, "post", "/generate", json=body)
         seconds = time.perf_counter() - begin
-        return TimedAnswer(int(answer["meta_info"]["cached_tokens"]), answer["output_ids"], seconds)
+        return TimedAnswer(answer.meta_info.cached_tokens, answer.output_ids, seconds)
 
-    def _call(self, how: str, path: str, **more: Any) -> dict[str, Any]:
+    def _call(self, schema: type[T], how: str, path: str, **more: Any) -> T:
+        call: dict[str, Any] = {"timeout": self.timeout, "stream": True, **more}
         try:
-            response = self._session.request(how, self.url + path, timeout=self.timeout, **more)
-            response.raise_for_status()
-            content: dict[str, Any] = response.json()
-        except requests.HTTPError as error:
-            text = " ".join(response.text.split())[:200]
-            raise ValueError(f"{self.url}{path} answered: {text}") from error
+            response = self._session.request(how, self.url + path, **call)
+            answer = read_answer(response)
         except requests.RequestException as error:
             raise ValueError(f"no server answers at {self.url}") from error
-        return content
+        try:
+            if response.ok:
+                return msgspec.convert(answer, schema)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{self.url}{path} is no server of SGLang's ({error})") from error
+        why = "" if answer is None else f": {shown(answer)}"
+        raise ValueError(f"{self.url}{path} answered {response.status_code}{why}")

@@ -268,6 +268,6 @@ def test_the_command_prints_both_tables(
 
 
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["avmp", "--seeds", "0"]) == 1
-    assert "--seeds must be 1 or more" in capsys.readouterr().err
+    assert main(["avmp", "--seeds", "0"]) == 2
+    assert "--seeds: '0' is not a whole number from 1" in capsys.readouterr().err
     assert MODELS[0].peak(LiveRequest(0, 16, 16, 0)) == {MemoryKind.KV: 8, MemoryKind.STATES: 28}

@@ -87,7 +87,7 @@ def test_a_server_is_asked_as_sglang_wants_it(url: str) -> None:
 
 
 def test_what_goes_wrong_is_one_sentence(url: str) -> None:
-    with pytest.raises(ValueError, match=r"answered: .*too\\nlong"):
+    with pytest.raises(ValueError, match=r"answered 400: .*too\\nlong"):
         Server(url).ask(list(range(20)), 1)
     with pytest.raises(ValueError, match=r"no server answers at http://127\.0\.0\.1:9"):
         Server("http://127.0.0.1:9")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 
+from sglang_hybrid.core.programs import MOST_PROCESSES, Parser, whole
 from sglang_hybrid.replay.avmp.compare import (
     ALLOCATORS,
     QueueResult,
@@ -15,19 +15,19 @@ from sglang_hybrid.replay.avmp.compare import (
 )
 from sglang_hybrid.replay.avmp.requests import IN_TOTALS, WORKLOADS
 
+MOST_SEEDS = 1_000
+
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status. Raises ValueError for a bad number."""
-    parser = argparse.ArgumentParser(
+    """Returns the exit status. Raises UsageError."""
+    parser = Parser(
         prog="python -m sglang_hybrid.replay avmp",
         description="Running requests in the AVMP paper's allocators and in one memory.",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="of each workload (%(default)s)")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
+    about = "of each workload (%(default)s)"
+    parser.add_argument("--seeds", type=whole(1, MOST_SEEDS), default=3, help=about)
+    parser.add_argument("--workers", type=whole(1, MOST_PROCESSES), default=1, help="processes")
     options = parser.parse_args(arguments)
-    for name in ("seeds", "workers"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be 1 or more, not {getattr(options, name)}")
     command = shlex.join(["python", "-m", "sglang_hybrid.replay", "avmp", *arguments])
     print(f"Command: `{command}`.\n")
     show(compare(list(WORKLOADS), list(ALLOCATORS), options.seeds, options.workers))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-import msgspec
 import numpy as np
+from msgspec import Meta
 
+from sglang_hybrid.core.named_files import read_json
+from sglang_hybrid.core.sentences import plain
 from sglang_hybrid.replay.simulation.traces.lines import whole_file, write_line
+
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 @dataclass(frozen=True)
@@ -21,13 +26,13 @@ class PrefillTime:
     about: where the numbers come from. error: relative error of the fit, 0 if there was none.
     """
 
-    base: float
-    per_token: float
-    per_pair: float
-    decode: float
+    base: Seconds
+    per_token: Seconds
+    per_pair: Seconds
+    decode: Seconds
     about: str
     error: float = 0.0
-    per_hit: float = 0.0
+    per_hit: Seconds = 0.0
 
     def seconds(self, hit: int, new: int) -> float:
         work = self.per_token * new + self.per_pair * pairs(hit, new)
@@ -55,13 +60,9 @@ class PrefillTime:
 
     @classmethod
     def read(cls, path: Path) -> PrefillTime:
-        """What `write` wrote. Raises ValueError, in one sentence."""
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror})") from error
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{path} is no prefill time of fit_prefill.py ({error})") from error
+        """What `write` wrote. Raises FileError."""
+        read = read_json(path, cls, "prefill time of fit_prefill.py")
+        return replace(read, about=plain(read.about))
 
     def write(self, path: Path) -> None:
         with whole_file(path) as file:

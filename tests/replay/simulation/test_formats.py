@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from sglang_hybrid.core.named_files import FileError
 from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.replay.simulation.traces import line_formats, requests
 from sglang_hybrid.replay.simulation.traces.arrivals import Azure, Draw
 from sglang_hybrid.replay.simulation.traces.formats import (
     FORMATS,
@@ -19,7 +23,7 @@ from sglang_hybrid.replay.simulation.traces.formats import (
     recognise,
     write_trace,
 )
-from sglang_hybrid.replay.simulation.traces.lines import Reading, Skipped, TraceError
+from sglang_hybrid.replay.simulation.traces.lines import Reading, Room, Skipped, TraceError
 from sglang_hybrid.replay.simulation.traces.requests import Request
 from tests.traces import TRACES
 
@@ -313,7 +317,7 @@ def test_what_is_no_trace(tmp_path: Path, content: str, message: str) -> None:
 
 def test_other_errors_are_sentences(tmp_path: Path, tokenizer: str) -> None:
     path = write(tmp_path / "t.jsonl", MARCONI)
-    with pytest.raises(TraceError, match="there is no trace"):
+    with pytest.raises(FileError, match="missing cannot be read"):
         read_trace(tmp_path / "missing")
     with pytest.raises(ValueError, match="unknown trace format 'x'; known are recorded"):
         read_trace(path, name="x")
@@ -353,3 +357,135 @@ def test_distributions(text: str, mean: float) -> None:
     values = Draw.parse(text).draw(np.random.default_rng(0), 20_000)
     assert values.mean() == pytest.approx(mean, rel=0.03)
     assert min(Draw.parse(text).lengths(np.random.default_rng(0), 100)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("mooncake", {"input_length": 2**24 + 1}, "input_length"),
+        ("mooncake", {"output_length": 10**18}, "output_length"),
+        ("marconi", {"ts": 1e300}, "ts"),
+        ("compact", {"base": [2**63, 0]}, "is not an earlier good line"),
+    ],
+)
+def test_what_no_model_could_have_read_is_refused_before_it_is_made(
+    tmp_path: Path, name: str, line: dict[str, object], message: str
+) -> None:
+    mooncake = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}
+    good = {"mooncake": mooncake, "marconi": MARCONI, "compact": COMPACT}[name]
+    path = write(tmp_path / "trace.jsonl", {**good, **line})
+    with pytest.raises(TraceError, match=f":1: not a line of .*{message}"):
+        read_trace(path, name=name)
+
+
+def test_a_request_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MOST_TOKENS", 5)
+    assert len(requests.make_request(0, 0, 0.0, [1, 2, 3], [4, 5]).tokens) == 5
+    with pytest.raises(ValueError, match="it has 6 tokens; 5 are the most"):
+        requests.make_request(0, 0, 0.0, [1, 2, 3], [4, 5, 6])
+
+
+def test_blocks_behind_a_prompts_end_take_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[int]] = []
+
+    def block_tokens(blocks: list[int], size: int) -> requests.TokenArray:
+        made.append(blocks)
+        return requests.block_tokens(blocks, size)
+
+    monkeypatch.setattr(line_formats, "block_tokens", block_tokens)
+    line = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [3] * 10**4}
+    (request,) = read_trace(write(tmp_path / "trace.jsonl", line))
+    assert len(request.tokens) == 601 and made == [[3, 3]]
+    path = tmp_path / "one.json"
+    blocks = {"t": 0, "in": 9, "out": 1, "hash_ids": [0] * 10}
+    path.write_text(json.dumps(conversation(requests=[blocks])))
+    with pytest.raises(TraceError, match="request 1: it has 10 blocks, which its tokens do not"):
+        read_trace(path)
+
+
+def test_agents_are_nested_sixteen_deep_at_most(tmp_path: Path) -> None:
+    nested: object = conversation()["requests"]
+    for _ in range(16):
+        nested = [{"requests": nested}]
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(conversation(requests=nested)))
+    assert len(read_trace(path)) == 2
+    path.write_text(json.dumps(conversation(requests=[{"requests": nested}])))
+    with pytest.raises(TraceError, match="agents are nested more than 16 deep"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "x" * 200_000,
+        "2023-11-16 18:15:46+00:00,3,4",
+        f"2023-11-16 18:15:46,{2**24},1",
+        f"2023-11-16 18:15:46,{'9' * 5_000},1",
+    ],
+)
+def test_a_row_that_is_none_of_azures(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"TIMESTAMP,a,b\n2023-11-16 18:15:46,374,44\n{row}\n")
+    with pytest.raises(TraceError, match=":3: not a line of Azure's trace"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("name", ["recorded", "blocks", "openai", "azure"])
+def test_all_requests_together_have_a_bound(tmp_path: Path, name: str, tokenizer: str) -> None:
+    path = tmp_path / "trace"
+    openai = {"messages": [{"role": role, "content": text} for role, text in TALK]}
+    path.write_text(
+        {
+            "recorded": json.dumps(RECORDED),
+            "blocks": json.dumps(conversation()),
+            "openai": json.dumps(openai),
+            "azure": "2023-11-16 18:15:46,374,44",
+        }[name]
+    )
+    for allow in (False, True):
+        reading = Reading(tokenizer=tokenizer, room=Room(100), skipped=Skipped(allow))
+        with pytest.raises(TraceError, match="the requests have more than"):
+            read_trace(path, reading, name)
+    assert read_trace(path, Reading(tokenizer=tokenizer), name)
+
+
+def test_a_conversation_has_a_bound(tmp_path: Path, tokenizer: str) -> None:
+    messages = [{"role": role, "content": "a"} for role in ("user", "assistant")] * 501
+    path = write(tmp_path / "open.jsonl", {"messages": messages})
+    with pytest.raises(TraceError, match="it has more than 1,000 messages"):
+        read_trace(path, Reading(tokenizer=tokenizer))
+
+
+def test_a_template_that_fails_is_a_sentence(tmp_path: Path, tokenizer: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tokenizer, folder)
+    (folder / "chat_template.jinja").write_text("{{ range(10**9) }}")
+    openai = {"messages": [{"role": role, "content": text} for role, text in TALK]}
+    path = write(tmp_path / "open.jsonl", openai)
+    with pytest.raises(TraceError, match="the chat template refuses it"):
+        read_trace(path, Reading(tokenizer=str(folder)))
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceError, match="is a pipe, which is read once; name its format"):
+        read_trace(tmp_path / "pipe")
+    with pytest.raises(FileError, match="is a pipe, not a regular file"):
+        read_trace(tmp_path / "pipe", name="recorded")
+
+
+def test_only_a_file_is_replaced(tmp_path: Path) -> None:
+    """What lies in the way of the file that is written first is nobody's to follow, either."""
+    requests = [Request(0, 0, 0.0, np.arange(5, dtype=np.int32), 3)]
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
+        with pytest.raises(ValueError, match="is no regular file"):
+            write_trace(path, requests, "recorded")
+    victim, path = tmp_path / "victim", tmp_path / "t.jsonl"
+    victim.write_text("precious")
+    (tmp_path / ".t.jsonl.part").symlink_to(victim)
+    write_trace(path, requests, "recorded")
+    assert victim.read_text() == "precious" and len(read_trace(path)) == 1

@@ -11,8 +11,10 @@ import pytest
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.victims.eviction import Lru
 from sglang_hybrid.replay.simulation.simulator import Simulator, hit_rate
+from sglang_hybrid.replay.simulation.traces import generators
 from sglang_hybrid.replay.simulation.traces.arrivals import Azure, Draw
 from sglang_hybrid.replay.simulation.traces.generators import KINDS, generate, retime, traffic
+from sglang_hybrid.replay.simulation.traces.lines import Room, TraceError
 from sglang_hybrid.replay.simulation.traces.requests import common_prefix
 
 
@@ -147,3 +149,29 @@ def test_azure_reads_no_empty_file(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
     with pytest.raises(ValueError, match="holds no request"):
         Azure.read(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "draw", "message"),
+    [
+        ("shared", "const:900000000", "const:9e\\+08 drew 900,000,000; 16,777,216 is the most"),
+        ("turns", "const:100001", "const:100001 drew 100,001; 100,000 is the most"),
+        ("question", "lognormal:1:1000", "lognormal:1:1000 drew"),
+        ("think", "lognormal:1:100000", "lognormal:1:100000 drew a number that is too large"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["chat", "fan-out", "transcript"])
+def test_what_is_drawn_has_a_bound(kind: str, name: str, draw: str, message: str) -> None:
+    how = traffic(kind, sessions=20, **{name: Draw.parse(draw)})
+    with pytest.raises(ValueError, match=message):
+        generate(kind, how, 0)
+
+
+def test_all_that_is_generated_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "Room", lambda: Room(100_000))
+    assert generate("chat", traffic("chat", sessions=2), 0)
+    with pytest.raises(TraceError, match="the requests have more than"):
+        generate("chat", traffic("chat", sessions=1_000), 0)
+    shared = {"templates": 10, "shared": Draw.parse("const:50000")}
+    with pytest.raises(TraceError, match="the requests have more than"):
+        generate("chat", traffic("chat", sessions=1, **shared), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 
 import pytest
@@ -18,6 +19,7 @@ from sglang_hybrid.replay.simulation.traces.requests import (
 )
 from sglang_hybrid.replay.simulation.traces.stitch import stitched
 from sglang_hybrid.replay.systems import Setting, Spec
+from tests.examples import seeds
 from tests.traces import TRACES
 
 MOONCAKE = TRACES / "mooncake_conversation_trace.jsonl.gz"
@@ -42,6 +44,30 @@ def test_the_first_prompt_that_goes_on_tells_the_rest() -> None:
     assert told[2].tokens.tolist() == third.tokens[:14].tolist()
     assert told[3].tokens.tolist() == third.tokens.tolist()
     assert [one.input_len for one in told] == [6, 8, 12, 16]
+
+
+def test_it_is_what_its_definition_says() -> None:
+    for seed in seeds(20):
+        rng, fresh = random.Random(seed), Fresh()
+        made: list[Request] = []
+        for at in range(rng.randrange(1, 30)):
+            blocks = [rng.randrange(2) for _ in range(rng.randrange(1, 6))]
+            length = rng.randrange(1, 4 * len(blocks) + 1)
+            made.append(request(at, blocks, length, rng.randrange(9), fresh))
+        for one, told in zip(made, stitched(made, block=4), strict=True):
+            assert told.tokens.tolist() == plainly(one, made)
+
+
+def plainly(one: Request, made: list[Request]) -> list[int]:
+    """Tokens of a request, the unknown ones from the first later prompt that goes on from it."""
+    known = one.input_len // 4 * 4
+    tokens: list[int] = one.tokens.tolist()
+    for later in made[one.session + 1 :]:
+        goes_on = known and later.tokens[:known].tolist() == tokens[:known]
+        if goes_on and known <= later.input_len // 4 * 4 >= len(tokens):
+            beginning: list[int] = later.tokens[: len(tokens)].tolist()
+            return beginning
+    return tokens
 
 
 @cache

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.replay.simulation.traces.lines import Skipped, TraceError, numbered_lines
+from sglang_hybrid.replay.simulation.traces.requests import MOST_TOKENS
 
 Floats = npt.NDArray[np.float64]
 WORDS_PER_SECOND = 1.5  # a person who types 90 words a minute
@@ -40,15 +42,19 @@ class Draw:
             values = []
         if wanted.get(kind) != len(values) or not all(0 <= v < 1e9 for v in values):
             raise ValueError(
-                f"{text!r} is no distribution; write const:A, uniform:A:B, exp:MEAN, poisson:MEAN "
-                "or lognormal:MEDIAN:SIGMA, with numbers of 0 or more"
+                f"{shown(text)} is no distribution; write const:A, uniform:A:B, exp:MEAN, "
+                "poisson:MEAN or lognormal:MEDIAN:SIGMA, with numbers of 0 or more"
             )
         if kind == "uniform" and values[0] > values[1]:
-            raise ValueError(f"{text!r} begins above its end")
+            raise ValueError(f"{shown(text)} begins above its end")
         return cls(kind, *values)
 
+    def __str__(self) -> str:
+        numbers = (self.a, self.b) if self.kind in ("uniform", "lognormal") else (self.a,)
+        return ":".join([self.kind, *(f"{value:g}" for value in numbers)])
+
     def draw(self, rng: np.random.Generator, count: int) -> Floats:
-        """`count` values [n], 0 or more."""
+        """`count` values [n], 0 or more. Raises ValueError for one that is no number."""
         if self.kind == "uniform":
             values = rng.uniform(self.a, self.b, count)
         elif self.kind == "exp":
@@ -56,15 +62,21 @@ class Draw:
         elif self.kind == "poisson":
             values = rng.poisson(self.a, count).astype(np.float64)
         elif self.kind == "lognormal":
-            values = self.a * rng.lognormal(0.0, self.b, count)
+            with np.errstate(over="ignore"):
+                values = self.a * rng.lognormal(0.0, self.b, count)
         else:
             values = np.full(count, self.a)
+        if not np.isfinite(values).all():
+            raise ValueError(f"{self} drew a number that is too large")
         return values
 
-    def lengths(self, rng: np.random.Generator, count: int) -> list[int]:
-        """`count` whole numbers, at least 1."""
-        drawn: list[int] = np.maximum(1, np.rint(self.draw(rng, count))).astype(int).tolist()
-        return drawn
+    def lengths(self, rng: np.random.Generator, count: int, most: int = MOST_TOKENS) -> list[int]:
+        """`count` whole numbers, at least 1. Raises ValueError for one of more than `most`."""
+        drawn = np.maximum(1, np.rint(self.draw(rng, count)))
+        if count and not drawn.max() <= most:
+            raise ValueError(f"{self} drew {drawn.max():,.0f}; {most:,} is the most")
+        lengths: list[int] = drawn.astype(int).tolist()
+        return lengths
 
 
 @dataclass(frozen=True)
@@ -98,9 +110,11 @@ class Azure:
                 record = ((when - first).total_seconds(), int(prompt), int(answer))
                 if record[1] < 1 or record[2] < 0:
                     raise ValueError("it has no prompt, or an answer of negative length")
+                if record[1] + record[2] > MOST_TOKENS:
+                    raise ValueError(f"it has more than {MOST_TOKENS:,} tokens")
                 if record[0] < (rows[-1][0] if rows else 0.0):
                     raise ValueError("it arrived before the line above")
-            except ValueError as error:
+            except (ValueError, TypeError, csv.Error) as error:  # TypeError: one time zone of two
                 skipped.bad(f"{path}:{number}: not a line of Azure's trace ({error})", error)
                 continue
             rows.append(record)

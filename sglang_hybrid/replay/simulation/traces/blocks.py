@@ -6,17 +6,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Final
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
+from sglang_hybrid.core.named_files import decode_as
 from sglang_hybrid.replay.simulation.traces.arrivals import session_starts
-from sglang_hybrid.replay.simulation.traces.lines import Skipped, TraceError, numbered_lines
+from sglang_hybrid.replay.simulation.traces.lines import (
+    Room,
+    Skipped,
+    TraceError,
+    joined,
+    numbered_lines,
+)
 from sglang_hybrid.replay.simulation.traces.requests import (
     Count,
     Fresh,
+    Length,
+    Number,
     Request,
     Seconds,
     TokenArray,
@@ -24,12 +32,15 @@ from sglang_hybrid.replay.simulation.traces.requests import (
     make_request,
 )
 
+MOST_NESTED: Final = 16
+"""Agents that were started by agents."""
+
 
 class BlockRequest(msgspec.Struct):
     t: Seconds
-    length: Annotated[int, Meta(ge=1)] = msgspec.field(name="in")
+    length: Length = msgspec.field(name="in")
     out: Count
-    hash_ids: list[Count]
+    hash_ids: list[Number]
 
 
 class Nested(msgspec.Struct):
@@ -38,7 +49,7 @@ class Nested(msgspec.Struct):
 
 class Conversation(msgspec.Struct):
     requests: list[msgspec.Raw]
-    block_size: Annotated[int, Meta(ge=1)] = 64
+    block_size: Length = 64
     tool_tokens: Count = 0
     system_tokens: Count = 0
     hash_id_scope: str = "local"
@@ -53,8 +64,9 @@ class BlockReader:
     Conversations have no common clock: they begin as Poisson arrivals.
     """
 
-    def __init__(self, skipped: Skipped, session_rate: float, seed: int) -> None:
+    def __init__(self, skipped: Skipped, session_rate: float, seed: int, room: Room) -> None:
         self.skipped = skipped
+        self.room = room
         self.session_rate = session_rate
         self.rng = np.random.default_rng(seed)
         self._blocks: dict[tuple[object, ...], int] = {}
@@ -73,31 +85,43 @@ class BlockReader:
         return requests[:limit]
 
     def _conversation(self, file: Path, start: float) -> Iterator[Request]:
-        text = b"".join(line for _, line in numbered_lines(file, self.skipped))
+        text = joined(numbered_lines(file, self.skipped), file)
         try:
-            whole = msgspec.json.decode(text, type=Conversation)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            whole = decode_as(text, Conversation)
+        except ValueError as error:
             line = text.count(b"\n", 0, _position(error, text)) + 1
             kind = "not a conversation" if isinstance(error, msgspec.ValidationError) else "no JSON"
             self.skipped.bad(f"{file}:{line}: {kind} ({error})", error)
             return
-        for thread in self._threads(file, whole.requests):
+        for thread in self._threads(file, whole.requests, whole.block_size):
             yield from self._thread(whole, thread, file, start)
 
-    def _threads(self, file: Path, raw: Iterable[msgspec.Raw]) -> list[list[BlockRequest]]:
-        """The conversation's own requests, then those of each agent that it started."""
+    def _threads(
+        self, file: Path, raw: Iterable[msgspec.Raw], block_size: int, nested: int = 0
+    ) -> list[list[BlockRequest]]:
+        """The conversation's own requests, then those of each agent that it started. nested: how
+        many agents are around these ones.
+        """
         own: list[BlockRequest] = []
         threads = [own]
         for number, record in enumerate(raw, start=1):
             try:
-                if b'"requests"' in bytes(record):
-                    nested = msgspec.json.decode(record, type=Nested)
-                    threads += self._threads(file, nested.requests)
+                if b'"requests"' in (text := bytes(record)):
+                    if nested == MOST_NESTED:
+                        raise ValueError(f"agents are nested more than {MOST_NESTED} deep")
+                    agent = decode_as(text, Nested)
+                    threads += self._threads(file, agent.requests, block_size, nested + 1)
                     continue
-                request = msgspec.json.decode(record, type=BlockRequest)
+                request = decode_as(text, BlockRequest)
                 if own and request.t < own[-1].t:
                     raise ValueError("it arrived before the one above")
+                if (len(request.hash_ids) - 1) * block_size >= request.length + request.out:
+                    blocks = len(request.hash_ids)
+                    raise ValueError(f"it has {blocks:,} blocks, which its tokens do not fill")
+                self.room.take(request.length + request.out)
                 own.append(request)
+            except TraceError:
+                raise
             except ValueError as error:
                 self.skipped.bad(f"{file}: request {number}: {error}", error)
         return threads

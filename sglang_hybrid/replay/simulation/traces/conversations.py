@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -15,14 +16,35 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from sglang_hybrid.core.named_files import (
+    MOST_BYTES,
+    decode_as,
+    read_bytes,
+    read_json,
+    read_text,
+)
 from sglang_hybrid.replay.simulation.traces.arrivals import WORDS_PER_SECOND, session_starts
-from sglang_hybrid.replay.simulation.traces.lines import Skipped, numbered_lines
-from sglang_hybrid.replay.simulation.traces.requests import Request, Seconds, make_request
+from sglang_hybrid.replay.simulation.traces.lines import (
+    Room,
+    Skipped,
+    TraceError,
+    joined,
+    numbered_lines,
+)
+from sglang_hybrid.replay.simulation.traces.requests import (
+    Request,
+    Seconds,
+    TokenArray,
+    make_request,
+)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+MOST_MESSAGES: Final = 1_000
+"""Of one conversation: each answer's prompt has all messages before it."""
+
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
 
 
@@ -67,15 +89,19 @@ class ChatTokenizer:
         if directory is None:
             raise ValueError("conversations are text: give the model's directory as --tokenizer")
         path = Path(directory) / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise ValueError(f"there is no tokenizer {path}")
+        content = read_bytes(path, MOST_BYTES)
+        beside, alone = (
+            path.with_name("tokenizer_config.json"),
+            path.with_name("chat_template.jinja"),
+        )
+        config: dict[str, Any] = {}
+        if beside.exists():
+            config = read_json(beside, dict[str, Any], "tokenizer's config")
+        template = read_text(alone) if alone.exists() else config.get("chat_template")
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-            config = _json(path.with_name("tokenizer_config.json"))
-            template = config.get("chat_template")
-            alone = path.with_name("chat_template.jinja")
-            if alone.is_file():
-                template = alone.read_text()
+            self._tokenizer = Tokenizer.from_buffer(content)
             environment = ImmutableSandboxedEnvironment(
                 trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
             )
@@ -98,7 +124,7 @@ class ChatTokenizer:
             return self._template.render(
                 messages=messages, add_generation_prompt=answer_next, **self._special
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program
             raise ValueError(f"the chat template refuses it: {error}") from error
 
     def encode(self, text: str) -> list[int]:
@@ -118,6 +144,7 @@ class ConversationReader:
     skipped: Skipped
     session_rate: float
     seed: int
+    room: Room
 
     def read(
         self, path: Path, schema: type[ShareGpt] | type[OpenAi], limit: int | None = None
@@ -126,11 +153,13 @@ class ConversationReader:
         conversations: list[tuple[str, list[dict[str, Any]], float | None]] = []
         for where, text in _entries(path, self.skipped):
             try:
-                entry = msgspec.json.decode(text, type=schema)
+                entry = decode_as(text, schema)
                 messages = entry.messages()
+                if len(messages) > MOST_MESSAGES:
+                    raise ValueError(f"it has more than {MOST_MESSAGES:,} messages")
                 if not any(message["role"] == "assistant" for message in messages[1:]):
                     raise ValueError("it holds no answer")
-            except (msgspec.DecodeError, ValueError) as error:
+            except ValueError as error:
                 known = isinstance(error, msgspec.ValidationError)
                 plain = isinstance(error, msgspec.DecodeError) and not known
                 what = "not JSON" if plain else "not a conversation"
@@ -146,10 +175,17 @@ class ConversationReader:
             if limit is not None and session >= limit:
                 break
             start = starts[session] if stamp is None else stamp
+            made: list[Request] = []
             try:
-                requests.extend(list(self._requests(session, messages, start)))
+                for request in self._requests(session, messages, start):
+                    self.room.take(len(request.tokens))
+                    made.append(request)
+            except TraceError:
+                raise
             except ValueError as error:
                 self.skipped.bad(f"{where}: {error}", error)
+                continue
+            requests.extend(made)
         requests.sort(key=lambda request: request.arrival)
         return requests[:limit]
 
@@ -157,6 +193,14 @@ class ConversationReader:
         self, session: int, messages: list[dict[str, Any]], time: float
     ) -> Iterator[Request]:
         turn = 0
+        rendered: dict[int, TokenArray] = {}
+
+        def first(count: int) -> TokenArray:
+            """Tokens of the first `count` messages."""
+            if count not in rendered:
+                rendered[count] = self._render(messages[:count])
+            return rendered[count]
+
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 time += len(message["content"].split()) / WORDS_PER_SECOND if turn else 0.0
@@ -164,43 +208,41 @@ class ConversationReader:
             if not index:
                 continue
             prompt = self._render(messages[:index], answer_next=True)
-            answer = self._render(messages[: index + 1])
-            if answer[: len(prompt)] == prompt:
+            text = prompt.tobytes()
+            answer = first(index + 1)
+            if answer.tobytes().startswith(text):
                 answer = answer[len(prompt) :]
             else:
-                answer = self.tokenizer.encode(message["content"])
-            starts = []
-            for count in range(1, index):
-                before = self._render(messages[:count])
-                if prompt[: len(before)] == before:
-                    starts.append(len(before))
+                answer = self._tokens(message["content"])
+            before = map(first, range(1, index))
+            starts = [len(each) for each in before if text.startswith(each.tobytes())]
             yield make_request(session, turn, time, prompt, answer, tuple(starts))
             time += len(message["content"].split()) / WORDS_PER_SECOND
             turn += 1
 
-    def _render(self, messages: list[dict[str, Any]], answer_next: bool = False) -> list[int]:
-        return self.tokenizer.encode(self.tokenizer.render(messages, answer_next))
+    def _render(self, messages: list[dict[str, Any]], answer_next: bool = False) -> TokenArray:
+        return self._tokens(self.tokenizer.render(messages, answer_next))
+
+    def _tokens(self, text: str) -> TokenArray:
+        return np.array(self.tokenizer.encode(text), np.int32)
 
 
 def _entries(path: Path, skipped: Skipped) -> Iterator[tuple[str, bytes]]:
     """Where an entry stands, and its text: items of an array, or lines."""
-    lines = list(numbered_lines(path, skipped))
-    if not lines or not lines[0][1].lstrip().startswith(b"["):
+    lines = numbered_lines(path, skipped)
+    first = list(islice(lines, 1))
+    lines = chain(first, lines)
+    if not first or not first[0][1].lstrip().startswith(b"["):
         yield from ((f"{path}:{number}", line) for number, line in lines if line.strip())
         return
     try:
-        items = msgspec.json.decode(b"".join(line for _, line in lines), type=list[msgspec.Raw])
-    except msgspec.DecodeError as error:
-        skipped.bad(f"{path}:{len(lines)}: not JSON ({error})", error)
+        items = decode_as(joined(lines, path), list[msgspec.Raw])
+    except TraceError:
+        raise
+    except ValueError as error:
+        skipped.bad(f"{path}: not JSON ({error})", error)
         return
     yield from ((f"{path}: conversation {i}", bytes(item)) for i, item in enumerate(items, 1))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    return content
 
 
 def _refuse(reason: str) -> None:

@@ -56,21 +56,22 @@ class Format:
 def read_azure(path: Path, reading: Reading) -> list[Request]:
     """Azure's arrivals and lengths; every token is a new one, so nothing can be reused."""
     azure, fresh = Azure.read(path, reading.limit, reading.skipped), Fresh()
-    rows = zip(azure.arrivals, azure.prompts, azure.answers, strict=True)
-    return [
-        make_request(number, 0, arrival, fresh.take(prompt), fresh.take(answer))
-        for number, (arrival, prompt, answer) in enumerate(rows)
-    ]
+    requests: list[Request] = []
+    for arrival, prompt, answer in zip(azure.arrivals, azure.prompts, azure.answers, strict=True):
+        reading.room.take(prompt + answer)
+        tokens = fresh.take(prompt), fresh.take(answer)
+        requests.append(make_request(len(requests), 0, arrival, *tokens))
+    return requests
 
 
 def read_blocks(path: Path, reading: Reading) -> list[Request]:
-    reader = BlockReader(reading.skipped, reading.session_rate, reading.seed)
+    reader = BlockReader(reading.skipped, reading.session_rate, reading.seed, reading.room)
     return reader.read(path, reading.limit)
 
 
 def _read_text(schema: type[ShareGpt] | type[OpenAi], path: Path, how: Reading) -> list[Request]:
     tokenizer = ChatTokenizer(how.tokenizer)
-    reader = ConversationReader(tokenizer, how.skipped, how.session_rate, how.seed)
+    reader = ConversationReader(tokenizer, how.skipped, how.session_rate, how.seed, how.room)
     return reader.read(path, schema, how.limit)
 
 
@@ -124,6 +125,11 @@ def recognise(path: Path) -> Format:
     """The format that the first line of `path` looks like. Raises TraceError if it is none."""
     if path.is_dir():
         return FORMATS["blocks"]
+    if path.is_fifo():
+        raise TraceError(
+            f"{path} is a pipe, which is read once; name its format by --format, or write it to a "
+            "file"
+        )
     head = next((line for _, line in numbered_lines(path) if line.strip(b"[ \r\n")), b"")
     for known in FORMATS.values():
         marks = [

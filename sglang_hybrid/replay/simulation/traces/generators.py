@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_hybrid.replay.simulation.traces.arrivals import Azure, Draw, session_starts
+from sglang_hybrid.replay.simulation.traces.lines import Room
 from sglang_hybrid.replay.simulation.traces.requests import Request, TokenArray, make_request
+
+MOST_TURNS: Final = 100_000
+"""Of a session."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,11 @@ def generate(kind: str, how: Traffic, seed: int) -> list[Request]:
     }
     make = makers.get(kind, maker.conversation)
     starts = _starts(how, rng)
-    requests = [r for number, start in enumerate(starts) for r in make(number, start)]
+    requests: list[Request] = []
+    for number, start in enumerate(starts):
+        for request in make(number, start):
+            maker.room.take(len(request.tokens))
+            requests.append(request)
     requests.sort(key=lambda request: request.arrival)
     return requests
 
@@ -136,6 +145,7 @@ class _Maker:
     def __init__(self, how: Traffic, rng: np.random.Generator) -> None:
         self.how = how
         self.rng = rng
+        self.room = Room()
         self._shared = [self._text(n) for n in how.shared.lengths(rng, how.templates)]
         popularity = 1 / np.arange(1, how.templates + 1)
         self._popularity = popularity / popularity.sum()
@@ -147,7 +157,7 @@ class _Maker:
         """Each turn adds a question to all that was said. It ends early at `max_input` tokens."""
         said, time = self._beginning(), start
         starts: list[int] = []
-        (turns,) = self.how.turns.lengths(self.rng, 1)
+        turns = self._turns()
         thinking = self.how.think.draw(self.rng, turns)
         for turn in range(turns):
             question, answer = self._exchange()
@@ -165,7 +175,7 @@ class _Maker:
     def fan_out(self, number: int, start: float) -> Iterator[Request]:
         """One document, several questions; nobody waits for another's answer."""
         document, time = self._beginning(), start
-        (branches,) = self.how.turns.lengths(self.rng, 1)
+        branches = self._turns()
         for pause in self.how.think.draw(self.rng, branches):
             question, answer = self._exchange()
             prompt = np.concatenate([document, question])[-self.how.max_input :]
@@ -182,7 +192,7 @@ class _Maker:
         which = int(self.rng.choice(max(1, len(self._shared)), p=self._popularity_of_transcripts()))
         (length,) = self.how.shared.lengths(self.rng, 1)
         said = np.concatenate([self._transcripts.get(which, self._text(0)), self._text(length)])
-        (questions,) = self.how.turns.lengths(self.rng, 1)
+        questions = self._turns()
         asked = [self._exchange() for _ in range(questions)]
         if len(said) + max(len(question) for question, _ in asked) > self.how.max_input:
             said = said[-length:][: self.how.max_input // 2]
@@ -213,7 +223,11 @@ class _Maker:
         return self._text(question), self._text(answer)
 
     def _text(self, length: int) -> TokenArray:
+        self.room.take(length)
         return self.rng.integers(0, self.how.vocabulary, length).astype(np.int32)
+
+    def _turns(self) -> int:
+        return self.how.turns.lengths(self.rng, 1, MOST_TURNS)[0]
 
 
 def retime(requests: list[Request], session_rate: float = 1.0, think: float = 1.0) -> list[Request]:

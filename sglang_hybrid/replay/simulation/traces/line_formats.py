@@ -15,6 +15,8 @@ from sglang_hybrid.replay.simulation.traces.lines import Reading, read_lines, wh
 from sglang_hybrid.replay.simulation.traces.requests import (
     Count,
     Fresh,
+    Length,
+    Number,
     Request,
     Seconds,
     Tokens,
@@ -34,12 +36,12 @@ class CompactLine(msgspec.Struct):
     t: Seconds
     new: Tokens
     out: Tokens
-    base: tuple[Count, Count] | None
+    base: tuple[Number, Count] | None
 
 
 class MooncakeLine(msgspec.Struct):
     timestamp: Seconds  # milliseconds
-    input_length: Annotated[int, Meta(ge=1)]
+    input_length: Length
     output_length: Count
     hash_ids: list[Annotated[int, Meta(ge=0, lt=2**31 // 512)]]
 
@@ -127,7 +129,8 @@ def mooncake_lines(reading: Reading) -> Callable[[int, MooncakeLine], Request | 
             raise ValueError(
                 f"{len(line.hash_ids)} blocks of 512 do not hold {line.input_length} tokens"
             )
-        prompt = block_tokens(line.hash_ids, 512)[: line.input_length]
+        blocks = line.hash_ids[: -(-line.input_length // 512)]
+        prompt = block_tokens(blocks, 512)[: line.input_length]
         answer = fresh.take(line.output_length)
         return make_request(number, 0, line.timestamp / 1000, prompt, answer)
 

@@ -4,34 +4,70 @@ from __future__ import annotations
 
 import gzip
 import os
+import secrets
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Final, TypeVar
 
 import msgspec
 
+from sglang_hybrid.core.named_files import (
+    MOST_BYTES,
+    FileError,
+    decode_as,
+    named_lines,
+    unreadable,
+)
 from sglang_hybrid.replay.simulation.traces.requests import Request
 
 Schema = TypeVar("Schema")
 
 
-class TraceError(ValueError):
+MOST_OF_TRACE: Final = 1 << 30
+"""Tokens of all requests of a trace: 4 GiB."""
+
+TOKENS_OF_REQUEST: Final = 128
+"""That take as many bytes as the rest of a request."""
+
+
+class TraceError(FileError):
     """A trace that cannot be read; the sentence names the file, the line and what is wrong."""
 
 
 @dataclass
+class Room:
+    """Tokens that a trace may still have."""
+
+    left: int = MOST_OF_TRACE
+
+    def take(self, tokens: int) -> None:
+        """Count a request of so many tokens, before they are in memory. Raises TraceError if it is
+        one too many.
+        """
+        self.left -= tokens + TOKENS_OF_REQUEST
+        if self.left < 0:
+            raise TraceError(
+                f"the requests have more than {MOST_OF_TRACE:,} tokens, which take 4 GiB of "
+                "memory; take fewer of them"
+            )
+
+
+@dataclass
 class Skipped:
-    """Bad lines are an error, unless `allow` is set (--skip-bad): then they are counted."""
+    """Bad lines are an error, unless `allow` is set: then they are counted. advice: what a user may
+    do about them, for the error.
+    """
 
     allow: bool = False
     count: int = 0
+    advice: str = "; --skip-bad leaves such lines out"
 
     def bad(self, sentence: str, cause: Exception | None = None) -> None:
         if not self.allow:
-            raise TraceError(f"{sentence}; --skip-bad leaves such lines out") from cause
+            raise TraceError(sentence + self.advice) from cause
         self.count += 1
 
 
@@ -50,6 +86,7 @@ class Reading:
     seed: int = 0
     skipped: Skipped = field(default_factory=Skipped)
     stitch: bool = False
+    room: Room = field(default_factory=Room)
 
 
 def read_lines(
@@ -69,7 +106,6 @@ def read_lines(
     after `reading.limit` requests. Raises TraceError.
     """
     skipped = reading.skipped
-    decoder = msgspec.json.Decoder(schema)
     requests: list[Request] = []
     latest = 0.0
     for number, text in numbered_lines(path, skipped):
@@ -79,7 +115,7 @@ def read_lines(
             continue
         here = f"{path}:{number}"
         try:
-            request = convert(number, decoder.decode(text))
+            request = convert(number, decode_as(text, schema))
             if request is not None and ordered and request.arrival < latest:
                 raise ValueError(
                     f"it arrived at {request.arrival:g} s, before the line above ({latest:g} s)"
@@ -94,6 +130,7 @@ def read_lines(
             skipped.bad(f"{here}: {kind} ({error})", error)
             continue
         if request is not None:
+            reading.room.take(len(request.tokens))
             latest = request.arrival
             requests.append(request)
     return requests if ordered else sorted(requests, key=lambda request: request.arrival)
@@ -105,24 +142,39 @@ def numbered_lines(path: Path, skipped: Skipped | None = None) -> Iterator[tuple
     """
     number = 0
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                yield number, line
-    except FileNotFoundError as error:
-        raise TraceError(f"there is no trace {path}") from error
+        for number, line in enumerate(named_lines(path), start=1):
+            yield number, line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         sentence = f"{path}:{number + 1}: the gzip file is damaged ({error})"
         (skipped or Skipped()).bad(sentence, error)
     except OSError as error:
-        raise TraceError(f"{path} cannot be read ({error.strerror})") from error
+        raise unreadable(path, error) from error
+
+
+def joined(lines: Iterable[tuple[int, bytes]], path: Path) -> bytes:
+    """All numbered lines of a file that is decoded as a whole. Raises TraceError if it is too
+    large.
+    """
+    size = 0
+    kept: list[bytes] = []
+    for _, line in lines:
+        size += len(line)
+        if size > MOST_BYTES:
+            raise TraceError(f"{path} is read at once and has more than {MOST_BYTES:,} bytes")
+        kept.append(line)
+    return b"".join(kept)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is there when everything was written, and not at all otherwise."""
-    part = path.with_name(f".{path.name}.part")
+    """A file that is there when everything was written, and not at all otherwise. Raises ValueError
+    where something else than a file is there.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file; give the name of a file")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with part.open("wb") as raw:
+        with part.open("xb") as raw:  # it follows no link
             if path.suffix == ".gz":
                 with gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed:
                     yield packed  # type: ignore[misc]

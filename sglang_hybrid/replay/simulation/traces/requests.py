@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,14 @@ from msgspec import Meta
 from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import Hint
 
+MOST_TOKENS: Final = 1 << 24
+"""Of one request, prompt and answer: more than any model's context."""
+
 TokenArray = npt.NDArray[np.int32]
-Seconds = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e15)]
+Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
+Length = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+Number = Annotated[int, Meta(ge=0)]
 Tokens = list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]]
 
 
@@ -71,11 +76,13 @@ def make_request(
     tenant: str = "",
     hint: Hint | None = None,
 ) -> Request:
-    """A request from its parts. Raises ValueError for an empty prompt."""
+    """A request from its parts. Raises ValueError for an empty prompt, or too many tokens."""
     first = np.asarray(prompt, dtype=np.int32)
     if not len(first):
         raise ValueError("its prompt is empty")
     tokens = np.concatenate([first, np.asarray(answer, dtype=np.int32)])
+    if len(tokens) > MOST_TOKENS:
+        raise ValueError(f"it has {len(tokens):,} tokens; {MOST_TOKENS:,} are the most")
     said = message_starts, reply_start, tenant, hint
     return Request(session, turn, arrival, tokens, len(first), *said)
 

@@ -34,7 +34,10 @@ def stitched(requests: Sequence[Request], block: int = 512) -> list[Request]:
                 done[at] = replace(request, tokens=np.concatenate([request.tokens[:known], own]))
                 break
         for digest in digests:
-            later.setdefault(digest, []).append(at)
+            same = later.setdefault(digest, [])
+            while same and done[same[-1]].input_len // block * block <= known:
+                same.pop()  # it comes later than this one and is not known further
+            same.append(at)
     return done
 
 

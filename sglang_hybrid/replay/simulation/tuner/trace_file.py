@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_hybrid.core.named_files import MOST_BYTES, decode_as, open_named
 from sglang_hybrid.replay.simulation.traces.line_formats import RecordedLine
 from sglang_hybrid.replay.simulation.tuner.recorder import Finished
 
@@ -127,6 +128,8 @@ def check(path: Path) -> None:
     """Raise `RecordingError` if requests cannot be recorded in `path`; makes no file."""
     if path.is_dir():
         raise RecordingError(f"{path} is a directory; give the name of a file.")
+    if path.is_fifo() or path.is_socket():
+        raise RecordingError(f"{path} is a pipe or a socket; give the name of a file.")
     if path.suffix == ".gz":
         raise RecordingError(f"{path}: recordings are not compressed; give a name without .gz.")
     if not path.parent.is_dir():
@@ -184,6 +187,8 @@ def _last_lines(descriptor: int, size: int) -> bytes:
         text = os.pread(descriptor, length, max(0, size - length))
         if length >= size or text.count(b"\n") > 1:
             return text
+        if length > MOST_BYTES:
+            raise RecordingError("it ends with no line of a recording; give another file.")
         length *= 2
 
 
@@ -194,18 +199,18 @@ def _latest(lines: bytes) -> float:
     for line in lines.split(b"\n"):
         try:
             latest = max(latest, decoder.decode(line).t)
-        except msgspec.DecodeError:  # the first one has begun before
+        except (msgspec.DecodeError, RecursionError):  # the first one has begun before
             continue
     return latest
 
 
 def _is_recording(path: Path) -> bool:
-    with path.open("rb") as file:
-        line = file.readline()
+    with open_named(path) as file:
+        line = file.readline(MOST_BYTES)
     if not line.endswith(b"\n"):
-        return line.startswith(b'{"t":')  # torn
+        return len(line) < MOST_BYTES and line.startswith(b'{"t":')  # torn
     try:
-        msgspec.json.decode(line, type=RecordedLine)
-    except msgspec.DecodeError:
+        decode_as(line, RecordedLine)
+    except ValueError:
         return False
     return True

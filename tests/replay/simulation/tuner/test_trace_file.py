@@ -98,6 +98,17 @@ def test_a_file_of_one_torn_line_is_a_recording(tmp_path: Path) -> None:
     assert arrivals(path) == [0.0]
 
 
+def test_a_recording_that_does_not_end_in_lines_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    record(path, records(templates(2)))
+    os.truncate(path, 5 << 20)
+    monkeypatch.setattr(trace_file, "MOST_BYTES", 1 << 20)
+    with pytest.raises(RecordingError, match="it ends with no line of a recording"):
+        TraceFile(path)
+
+
 def no_directory(path: Path) -> Path:
     return path / "nowhere" / "trace.jsonl"
 
@@ -115,9 +126,21 @@ def something_else(path: Path) -> Path:
     return path / "thesis.txt"
 
 
+def pipe(path: Path) -> Path:
+    os.mkfifo(path / "pipe")
+    return path / "pipe"
+
+
+def nested(path: Path) -> Path:
+    (path / "deep").write_text('{"t": 1, "x": ' + "[" * 10**5 + "]" * 10**5 + "}\n")
+    return path / "deep"
+
+
 @pytest.mark.parametrize(
     ("where", "said"),
     [
+        (pipe, "is a pipe or a socket; give the name of a file"),
+        (nested, "exists and is no recording"),
         (no_directory, "there is no directory .*nowhere; make it"),
         (directory, "is a directory; give the name of a file"),
         (packed, "are not compressed; give a name without .gz"),
@@ -131,7 +154,7 @@ def test_where_nothing_can_be_recorded(
     for attempt in (check, TraceFile):
         with pytest.raises(RecordingError, match=said):
             attempt(path)
-    if path.is_file():
+    if path.name == "thesis.txt":
         assert path.read_text() == "mine\n"
 
 

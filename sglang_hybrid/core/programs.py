@@ -1,0 +1,148 @@
+"""Programs that people start: what their options accept, and how they end after a mistake, with one
+sentence on stderr and an exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Final, Never, TypeVar
+from urllib.parse import urlsplit
+
+from sglang_hybrid.core.sentences import say, shown
+
+T = TypeVar("T")
+
+FAILED: Final = 1
+USAGE_ERROR: Final = 2
+INTERRUPTED: Final = 130
+
+LAST_PORT: Final = 65_535
+MOST: Final = 2**31 - 1
+"""The largest whole number that an option takes, unless it says another."""
+
+MOST_SECONDS: Final = 1e9
+MOST_PROCESSES: Final = 1_000
+
+
+class UsageError(ValueError):
+    """A wrong command line; the message is one sentence."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UsageError."""
+
+    def error(self, message: str) -> Never:
+        raise UsageError(f"{message.removeprefix('argument ')}; --help lists all options")
+
+
+def program(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+    """Decorates a program's `main`, which then may be called without arguments, for `sys.argv`.
+    What it raises for a mistake of the user becomes a sentence on stderr; it returns the exit
+    status.
+    """
+
+    @wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        status = FAILED
+        try:
+            return main([*(sys.argv[1:] if arguments is None else arguments)])
+        except UsageError as error:
+            status, why = USAGE_ERROR, str(error)
+        except OSError as error:
+            why = error.strerror or str(error)
+            why = f"{error.filename}: {why}" if error.filename else why
+        except ValueError as error:
+            why = str(error)
+        except RecursionError:
+            why = "what it was given is nested too deep"
+        except MemoryError:
+            why = "there is not enough memory for what it was given"
+        except KeyboardInterrupt:
+            status, why = INTERRUPTED, ""
+        say(f"error: {why}" if why else "interrupted", sys.stderr)
+        return status
+
+    return run
+
+
+def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    """The reader of an option that is a whole number from `least` to `most`. As all readers here,
+    it raises ArgumentTypeError.
+    """
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:  # more than 4,300 digits, too
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is not a whole number from {least:,} to {most:,}"
+            )
+        return value
+
+    return read
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """The reader of an option that is a number from `least` to `most`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:  # nor NaN
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is not a number from {least:g} to {most:g}"
+            )
+        return value
+
+    return read
+
+
+def read_by(read: Callable[[str], T]) -> Callable[[str], T]:
+    """The reader of an option that `read` understands; its ValueErrors are sentences."""
+
+    def option(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return option
+
+
+port = whole(0, LAST_PORT)
+
+
+def server_url(text: str, schemes: Sequence[str] = ("http", "https")) -> str:
+    """The address of a server, without a slash at its end."""
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in schemes and parts.hostname and parts.port != 0
+    except ValueError:
+        known = False
+    if not known or not (text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is no server's address; write http://HOST:PORT"
+        )
+    return text.rstrip("/")
+
+
+def host(text: str) -> str:
+    """A name or an address to listen on."""
+    if not re.fullmatch(r"[\w.:%-]+", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no name or address of a machine")
+    return text
+
+
+def header(text: str) -> str:
+    """What a header of HTTP can carry, as an API key."""
+    if not (text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError("it has characters that no header of HTTP can have")
+    return text
