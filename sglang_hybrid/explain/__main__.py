@@ -16,45 +16,46 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import requests
 
+from sglang_hybrid.core.named_files import read_json, read_text
+from sglang_hybrid.core.programs import Parser, program, read_by, server_url
+from sglang_hybrid.core.sentences import say
 from sglang_hybrid.explain.miss_report import MissReport
 from sglang_hybrid.explain.render import render
-from sglang_hybrid.serving.log_lines import on_own_lines
+from sglang_hybrid.replay.simulation.traces.requests import MOST_TOKENS
+from sglang_hybrid.serving.answers import read_answer
 from sglang_hybrid.serving.requests.secrets import read_key
 
 TIMEOUT = 60.0  # seconds; a busy server answers between two steps
+LONGEST = 500
+"""Characters of a server's sentence that are told."""
 
 
-class Failed(Exception):
+class Failed(ValueError):
     """Why there is no report, in one sentence."""
 
 
-def main() -> int:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in `| head`
-    options = _parser().parse_args()
-    try:
-        report = explain(options)
-    except Failed as failed:
-        print(f"error: {on_own_lines(str(failed))}", file=sys.stderr)
-        return 1
+@program
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    report = explain(options)
     if options.json:
         print(json.dumps(msgspec.to_builtins(report), indent=2))
-    else:
-        print("\n".join(map(on_own_lines, render(report))))  # ids are as clients chose them
+        return 0
+    for line in render(report):
+        say(line)
     return 0
 
 
 def explain(options: argparse.Namespace) -> MissReport:
-    """Ask the server. Raises `Failed`."""
-    try:
-        server = Connection(options.url.rstrip("/"), read_key(options.api_key))
-    except ValueError as error:
-        raise Failed(f"--api-key: {error}") from None
+    """Ask the server. Raises `Failed`, and FileError for a prompt that cannot be read."""
+    server = Connection(options.url, options.api_key)
     body: dict[str, Any] = {
         "extra_key": options.extra_key,
         "cache_salt": options.cache_salt,
@@ -76,7 +77,7 @@ def _tokens(server: Connection, options: argparse.Namespace) -> list[int]:
     if options.input_ids is not None:
         return _numbers(options.input_ids)
     if options.messages is not None:
-        chat = _read_json(options.messages)
+        chat = read_json(options.messages, object, "JSON")
         body = chat if isinstance(chat, dict) else {"messages": chat}
         if not isinstance(body.get("messages"), list):
             raise Failed(
@@ -85,11 +86,17 @@ def _tokens(server: Connection, options: argparse.Namespace) -> list[int]:
         keep = ("messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
         body = {name: body[name] for name in keep if name in body}
     elif options.prompt_file is not None:
-        body = {"prompt": _read(options.prompt_file)}
+        body = {"prompt": read_text(options.prompt_file)}
     else:
         body = {"prompt": options.prompt}
-    tokens: list[int] = server.post("/tokenize", body)["tokens"]
-    return tokens
+    try:
+        return msgspec.convert(server.post("/tokenize", body), _Tokens).tokens
+    except msgspec.ValidationError as error:
+        raise Failed(f"{server.url} answered no tokens ({error}).") from None
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
 
 
 class Connection:
@@ -103,16 +110,13 @@ class Connection:
         """The JSON that it answers. Raises `Failed`."""
         try:
             response = requests.post(
-                self.url + path, json=body, headers=self._headers, timeout=TIMEOUT
+                self.url + path, json=body, headers=self._headers, timeout=TIMEOUT, stream=True
             )
+            answer = read_answer(response)
         except requests.Timeout:
             raise Failed(f"{self.url} did not answer within {TIMEOUT:.0f} s.") from None
         except requests.RequestException:
             raise Failed(f"no server answers at {self.url}.") from None
-        try:
-            answer = response.json()
-        except ValueError:
-            answer = {}
         if response.ok:
             return answer
         why = answer.get("error") or answer.get("message") if isinstance(answer, dict) else None
@@ -128,13 +132,15 @@ class Connection:
 def _sentence(why: Any) -> str:
     if isinstance(why, dict):  # OpenAI's shape
         why = why.get("message", why)
-    return str(why)
+    return str(why)[:LONGEST]
 
 
 def _numbers(text: str) -> list[int]:
     """Ids as `1,2,3` or as a JSON list, or from a file that holds either (`@FILE`)."""
     if text.startswith("@"):
-        text = _read(Path(text[1:]))
+        text = read_text(Path(text[1:]))
+    if text.count(",") >= MOST_TOKENS:
+        raise Failed(f"--input-ids takes {MOST_TOKENS:,} tokens at most.")
     try:
         numbers = [int(number) for number in text.strip().strip("[]").split(",")]
     except ValueError:
@@ -144,25 +150,9 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(_read(path))
-    except ValueError as error:
-        raise Failed(f"{path} is not JSON: {error}.") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise Failed(f"{path} cannot be read: {error.strerror}.") from None
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_hybrid.explain", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser = Parser(prog="python -m sglang_hybrid.explain", description=__doc__.split("\n")[0])
+    parser.add_argument("--url", type=server_url, default="http://127.0.0.1:30000")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text, tokenized as for /generate")
     what.add_argument("--prompt-file", type=Path, help="the same from a file")
@@ -177,11 +167,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache-salt", help="the cache_salt that it is sent with, if any")
     parser.add_argument("--lora-path", help="the adapter's name that it is sent with, if any")
     parser.add_argument(
-        "--api-key", help="of the server, if it wants one; @FILE reads it from a file"
+        "--api-key", type=read_by(read_key), help="of the server, if it wants one; @FILE reads it"
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     return parser
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in `| head`
     sys.exit(main())

@@ -255,7 +255,7 @@ def _more(cache: CacheSnapshot, short: str) -> str:
             f"more memory: KV and states share {cache.shared_bytes:,} bytes; a larger "
             "--max-total-tokens, --max-mamba-cache-size or --mem-fraction-static makes them more."
         )
-    if short == "states":
+    if short == "states" and cache.state_slots is not None:
         return (
             f"more state slots: --max-mamba-cache-size above {cache.state_slots:,}, "
             "or a larger --mamba-full-memory-ratio."

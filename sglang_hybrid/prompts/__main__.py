@@ -10,53 +10,62 @@ the trace; the exit status is 1 if there are findings and 2 if the file cannot b
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
 from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.named_files import MOST_BYTES, FileError, read_bytes, read_json, read_text
+from sglang_hybrid.core.programs import Parser, program, whole
+from sglang_hybrid.core.sentences import say, shown
 from sglang_hybrid.prompts.linter.lint import lint
 from sglang_hybrid.prompts.linter.recorded import TenantReport, analyse, sentences
 from sglang_hybrid.prompts.schemas.schema import read_schema
+from sglang_hybrid.prompts.schemas.xml import MOST_BYTES as MOST_MARKUP
 from sglang_hybrid.prompts.schemas.xml import MarkupError
 from sglang_hybrid.replay.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.replay.simulation.traces.formats import FORMATS, read_trace
-from sglang_hybrid.replay.simulation.traces.lines import Reading
+from sglang_hybrid.replay.simulation.traces.lines import Reading, Skipped
+
+FINDINGS: Final = 1
+UNREADABLE: Final = 2
+"""Exit statuses."""
 
 
-def main() -> int:
-    options = _parser().parse_args()
+@program
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
     try:
         model = _model(options.model)
+    except FileError as error:
+        say(f"{error}.", sys.stderr)
+        return UNREADABLE
     except Exception as error:  # tokenizers has no class of its own
-        print(f"--model {options.model}: it cannot be read: {error}.", file=sys.stderr)
-        return 2
+        say(f"--model {options.model}: it cannot be read: {error}.", sys.stderr)
+        return UNREADABLE
     return _recorded(options, *model) if options.recorded else _schema(options, *model)
 
 
 def _schema(options: argparse.Namespace, tokenizer: Tokenizer, state_tokens: int) -> int:
     path: Path = options.file
     try:
-        schema = read_schema(path.read_text(encoding="utf-8"), path.parent)
-    except MarkupError as error:
-        print(f"{path}: {error}", file=sys.stderr)
-        return 2
-    except (OSError, UnicodeDecodeError) as error:
-        print(f"{path}: it cannot be read: {error}.", file=sys.stderr)
-        return 2
+        schema = read_schema(read_text(path, MOST_MARKUP), path.parent)
+    except ValueError as error:
+        say(f"{path}: {error}" if isinstance(error, MarkupError) else error, sys.stderr)
+        return UNREADABLE
     findings = lint(
         schema,
         lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids),
         state_tokens=state_tokens,
     )
     for finding in findings:
-        print(f"{path}:{finding.line}: {finding.rule}: {finding.sentence}")
+        say(f"{path}:{finding.line}: {finding.rule}: {finding.sentence}")
     if not findings:
-        print(f"{path}: nothing to change.")
-    return 1 if findings else 0
+        say(f"{path}: nothing to change.")
+    return FINDINGS if findings else 0
 
 
 def _recorded(options: argparse.Namespace, tokenizer: Tokenizer, state_tokens: int) -> int:
@@ -64,29 +73,31 @@ def _recorded(options: argparse.Namespace, tokenizer: Tokenizer, state_tokens: i
     model = "" if options.model is None else str(options.model)
     try:
         prefill = PAPER if options.prefill is None else PrefillTime.read(options.prefill)
-        reading = Reading(limit=options.limit, tokenizer=model or None)
+        skipped = Skipped(advice="")
+        reading = Reading(limit=options.limit, tokenizer=model or None, skipped=skipped)
         requests = read_trace(path, reading, options.format)
-    except (OSError, ValueError) as error:
-        print(f"{path}: it cannot be read: {error}.", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        say(f"{error}.", sys.stderr)
+        return UNREADABLE
 
     def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode([*ids], skip_special_tokens=False))
+        known = [each for each in ids if each >= 0]  # unknown tokens are negative
+        return str(tokenizer.decode(known, skip_special_tokens=False))
 
     known = decode if model else None
     reports = analyse(requests, prefill, known, state_tokens)
-    print(f"{path}: times of a prefill: {prefill.about}.")
+    say(f"{path}: times of a prefill: {prefill.about}.")
     for report in reports:
-        print(f"{path}: {_summary(report)}")
+        say(f"{path}: {_summary(report)}")
         for sentence in sentences(report, known, state_tokens):
-            print(f"{path}: {sentence}")
-    return 1 if any(report.changes or report.short[0] for report in reports) else 0
+            say(f"{path}: {sentence}")
+    return FINDINGS if any(report.changes or report.short[0] for report in reports) else 0
 
 
 def _summary(report: TenantReport) -> str:
     tokens = report.prompt_tokens
     saved = sum(change.tokens for change in report.changes)
-    who = f"tenant {report.tenant}" if report.tenant else "no tenant's name"
+    who = f"tenant {shown(report.tenant)}" if report.tenant else "no tenant's name"
     text = (
         f"{who}: {report.requests:,} requests, {tokens:,} prompt tokens; without a bound of memory "
         f"{report.hit_tokens / tokens:.1%} could be hit"
@@ -105,14 +116,15 @@ def _model(directory: Path | None) -> tuple[Tokenizer, int]:
         from sglang_hybrid.models.tokenizer import build_tokenizer
 
         return build_tokenizer(), 0
-    cost = CostModel.from_config(json.loads((directory / "config.json").read_text()))
+    config = read_json(directory / "config.json", dict[str, Any], "model's config")
+    cost = CostModel.from_config(config)
     kv = cost.kv_bytes_per_token
     tokens = cost.state_bytes // kv if kv else 0
-    return Tokenizer.from_file(str(directory / "tokenizer.json")), tokens
+    return Tokenizer.from_buffer(read_bytes(directory / "tokenizer.json", MOST_BYTES)), tokens
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m sglang_hybrid.prompts",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -134,8 +146,9 @@ def _parser() -> argparse.ArgumentParser:
         help="the model's directory, for its tokens and the size of its states; by default tokens "
         "of a schema are those of the embedded tiny models, and no text of a trace is shown",
     )
-    command.add_argument("--format", metavar="NAME", help=f"of TRACE: {', '.join(FORMATS)}")
-    command.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    about = f"of TRACE: {', '.join(FORMATS)}"
+    command.add_argument("--format", metavar="NAME", choices=FORMATS, help=about)
+    command.add_argument("--limit", type=whole(1), metavar="N", help="only the first N requests")
     command.add_argument(
         "--prefill",
         type=Path,

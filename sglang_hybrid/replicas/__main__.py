@@ -10,14 +10,28 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from functools import partial
+from typing import Final
 
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
+from sglang_hybrid.core.programs import (
+    FAILED,
+    Parser,
+    host,
+    port,
+    program,
+    server_url,
+    whole,
+)
+from sglang_hybrid.core.sentences import plain, say
 from sglang_hybrid.replicas import Replicas
 from sglang_hybrid.serving.requests.secrets import read_key
-from sglang_hybrid.serving.server_process import ServerFailed
+
+MOST_SERVERS: Final = 64
+"""That one machine starts."""
 
 
 def table(replicas: Replicas) -> Table:
@@ -29,15 +43,16 @@ def table(replicas: Replicas) -> Table:
         step = "yes" if follower.is_in_step else follower.error or "reads"
         numbers = [held.nodes, held.tokens, *held.positions, load.waiting]
         share = f"{load.right:,} of {load.right + load.wrong:,}"
-        found.add_row(Text(name), Text(step), *(f"{number:,}" for number in numbers), share)
+        found.add_row(name, plain(step), *(f"{number:,}" for number in numbers), share)
     for name, error in sorted(replicas.errors.items()):
-        found.add_row(Text(name), Text(error))
+        found.add_row(name, plain(error))
     return found
 
 
 def watch(replicas: Replicas) -> None:
     """Show the table, anew each second."""
-    with Live(table(replicas), auto_refresh=False) as live:
+    console = Console(markup=False, emoji=False)
+    with Live(table(replicas), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(1)
             live.update(table(replicas), refresh=True)
@@ -55,7 +70,7 @@ async def pick(replicas: Replicas, listen: str, metrics_port: int | None) -> Non
 
 
 def parser() -> argparse.ArgumentParser:
-    main = argparse.ArgumentParser(
+    main = Parser(
         "python -m sglang_hybrid.replicas",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -70,46 +85,46 @@ def parser() -> argparse.ArgumentParser:
     made = {
         name: commands.add_parser(name, help=what, allow_abbrev=False) for name, what in of.items()
     }
+    url = partial(server_url, schemes=("http", "https", "dns"))
     for name in ("watch", "route", "pick"):
-        made[name].add_argument("urls", nargs="+", metavar="URL", help="of a server")
-    for name, port in {"route": 30_000, "pick": 9_002, "serve": 30_000}.items():
-        made[name].add_argument("--host", default="127.0.0.1", help="to listen on (127.0.0.1)")
-        made[name].add_argument("--port", type=int, default=port, help=f"to listen on ({port})")
-        made[name].add_argument(
-            "--metrics-port", type=int, help="of /metrics for Prometheus (none)"
-        )
+        made[name].add_argument("urls", type=url, nargs="+", metavar="URL", help="of a server")
+    for name, usual in {"route": 30_000, "pick": 9_002, "serve": 30_000}.items():
+        add = made[name].add_argument
+        add("--host", type=host, default="127.0.0.1", help="to listen on (127.0.0.1)")
+        add("--port", type=port, default=usual, help=f"to listen on ({usual})")
+        add("--metrics-port", type=port, help="of /metrics for Prometheus (none)")
     made["serve"].description = "All other flags are those of each server (launch_server)."
-    made["serve"].add_argument("--n", type=int, default=2, help="servers (2)")
+    made["serve"].add_argument("--n", type=whole(1, MOST_SERVERS), default=2, help="servers (2)")
     for name, command in made.items():
-        flags = ["--admin-api-key"] if name == "serve" else ["--admin-api-key", "--admin-key"]
-        command.add_argument(*flags, help="of each server; @FILE reads it from a file")
+        names = ["--admin-api-key"] if name == "serve" else ["--admin-api-key", "--admin-key"]
+        command.add_argument(*names, help="of each server; @FILE reads it from a file")
     return main
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    said = sys.argv[1:] if arguments is None else list(arguments)
+@program
+def main(arguments: Sequence[str]) -> int:
     flags: list[str] = []
-    if said[:1] == ["serve"]:
-        given, flags = parser().parse_known_args(said)
+    if arguments[:1] == ["serve"]:
+        given, flags = parser().parse_known_args(arguments)
     else:
-        given = parser().parse_args(said)
+        given = parser().parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         try:
             run(given, flags)
         except ImportError as error:
-            raise SystemExit(f"{error}: install the extra 'router' (pyproject.toml)") from None
-        except (OSError, ServerFailed) as error:
-            raise SystemExit(str(error)) from None
+            raise ValueError(f"{error}: install the extra 'router' (pyproject.toml)") from None
+        except RuntimeError as error:  # gRPC's, where it cannot listen; ServerFailed, with a log
+            for line in f"error: {error}".splitlines():
+                say(line, sys.stderr)
+            return FAILED
+    return 0
 
 
 def run(given: argparse.Namespace, flags: Sequence[str]) -> None:
     listen = "" if given.command == "watch" else f"{given.host}:{given.port}"
-    try:
-        key = read_key(given.admin_api_key)
-    except ValueError as error:
-        raise SystemExit(f"--admin-api-key: {error}") from None
+    key = read_key(given.admin_api_key)
     if given.command == "serve":
         from sglang_hybrid.replicas import fleet
 
@@ -128,4 +143,4 @@ def run(given: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,6 +11,8 @@ import logging
 import traceback
 from typing import Any
 
+from sglang_hybrid.core.sentences import plain
+
 NAMES = "sglang"
 """How the names of SGLang's loggers begin, and of ours."""
 
@@ -33,11 +35,7 @@ def on_own_lines(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return f"\n{INDENT}".join("".join(map(_shown, line)) for line in text.split("\n"))
-
-
-def _shown(character: str) -> str:
-    return character if character.isprintable() or character == "\t" else repr(character)[1:-1]
+    return f"\n{INDENT}".join("\t".join(map(plain, line.split("\t"))) for line in text.split("\n"))
 
 
 def _record(name: str, *args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -48,9 +46,9 @@ def _record(name: str, *args: Any, **kwargs: Any) -> logging.LogRecord:
         said = record.getMessage()
     except (TypeError, ValueError, KeyError):  # the handler says which line is wrong
         return record
-    plain = on_own_lines(said)
-    if plain != said:
-        record.msg, record.args = plain, ()
+    kept = on_own_lines(said)
+    if kept != said:
+        record.msg, record.args = kept, ()
     if isinstance(record.exc_info, tuple) and record.exc_info[0] is not None:
         record.exc_text = on_own_lines(
             "".join(traceback.format_exception(*record.exc_info)).rstrip()

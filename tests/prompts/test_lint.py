@@ -44,6 +44,12 @@ def test_a_date_or_an_id_near_the_beginning_is_found(text: str) -> None:
     assert rules(f'<schema name="s">{LONG}\n<module name="a">{text}</module></schema>') == []
 
 
+def test_a_long_id_is_shortened() -> None:
+    markup = f'<schema name="s"><module name="a">{"deadbeef1" * 10_000}</module></schema>'
+    (finding,) = lint(read_schema(markup), lambda text: len(text.split()))
+    assert finding.rule == "changing-text" and len(finding.sentence) < 250
+
+
 def test_an_early_choice_that_varies_is_found_by_what_was_imported() -> None:
     rare = '<module name="rare">' + LONG + "</module>"
     often = '<module name="often">' + LONG + "</module>"
@@ -83,4 +89,9 @@ def test_the_command_says_if_the_model_cannot_be_read(
     model.mkdir()
     (model / "config.json").write_text("{")
     assert main() == 2
-    assert capsys.readouterr().err.count(f"--model {model}: it cannot be read: ") == 2
+    (model / "config.json").write_text('{"num_hidden_layers": 1}')
+    assert main() == 2
+    missing, broken, other = capsys.readouterr().err.splitlines()
+    assert missing.startswith(f"{model}/config.json cannot be read (No such file")
+    assert broken.startswith(f"{model}/config.json is no model's config (")
+    assert other.startswith(f"--model {model}: it cannot be read: ")

@@ -167,9 +167,9 @@ def test_the_command_names_tenants_as_the_trace_does(tokenizer: Tokenizer, tmp_p
     found = run()
     assert found.returncode == 1, found.stderr
     lines = found.stdout.splitlines()
-    assert lines[1].startswith(f"{trace}: tenant 0a: 20 requests, ")
+    assert lines[1].startswith(f"{trace}: tenant '0a': 20 requests, ")
     assert lines[2].startswith(f"{trace}: early-parameter: ")  # no text without the model
-    assert lines[3].startswith(f"{trace}: tenant 0b: ")
+    assert lines[3].startswith(f"{trace}: tenant '0b': ")
     trace.write_text("nothing")
     broken = run()
     assert broken.returncode == 2 and "like none of the formats" in broken.stderr

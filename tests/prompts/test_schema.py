@@ -116,6 +116,12 @@ def test_files_are_read_from_the_schemas_folder_only(tmp_path: Path) -> None:
             2,
             "length of parameter 'p' is 'x'",
         ),
+        (
+            '<schema name="s"><module name="a">\n'
+            f'<parameter name="p" length="000000001{"9" * 4_200}"/></module></schema>',
+            2,
+            "length of parameter 'p' is '00000000199",
+        ),
         ('<schema name="s">\n<union>text</union></schema>', 2, "a <union> holds modules only"),
         ('<schema name="s">\n<union/></schema>', 2, "must have one module at least"),
         (

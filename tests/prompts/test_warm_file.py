@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -73,6 +74,8 @@ def test_each_line_becomes_requests_that_generate_nothing(
     ("line", "sentence"),
     [
         ("{", "line 2: no JSON"),
+        ("[" * 100_000, "line 2: no JSON: it is nested too deep"),
+        ('{"text": "x", "sampling_params": [1]}', "line 2: sampling_params is no object"),
         ("[]", "line 2: an object with messages"),
         ('{"prompt": "x"}', "line 2: an object with messages"),
         ('{"schema": "<schema", "budget_mb": 1}', "line 2: line 1, column"),
@@ -89,3 +92,9 @@ def test_a_mistake_names_file_and_line(tmp_path: Path, line: str, sentence: str)
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.jsonl cannot be read"):
         read_lines(tmp_path / "none.jsonl")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a pipe, not a regular file"):
+        read_lines(tmp_path / "pipe")

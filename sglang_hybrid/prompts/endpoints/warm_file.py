@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, TypeAlias
 
 import requests
 
+from sglang_hybrid.core.named_files import MOST_BYTES, decode_json, read_text
 from sglang_hybrid.serving.tenants import FIELDS
 
 logger = logging.getLogger(__name__)
@@ -30,18 +30,14 @@ def read_lines(path: Path) -> dict[int, Posts]:
     (`text`, `input_ids` or `pml`), or a schema (`schema`, and how much memory its prefixes may
     take: `budget_mb`).
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{path} cannot be read: {why}.") from None
+    text = read_text(path, MOST_BYTES)
     found: dict[int, Posts] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            body = json.loads(line)
-        except json.JSONDecodeError as error:
+            body = decode_json(line)
+        except ValueError as error:
             raise ValueError(f"{path}, line {number}: no JSON: {error}.") from None
         try:
             posts = [*_posts(body)] if isinstance(body, dict) else []
@@ -106,7 +102,10 @@ def _posts(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     elif "messages" in body:
         yield "/v1/chat/completions", {"model": "default", **body, "max_tokens": 0}
     elif {"text", "input_ids", "pml"} & body.keys():
-        sampling = {**body.get("sampling_params", {}), "max_new_tokens": 0}
+        given = body.get("sampling_params") or {}
+        if not isinstance(given, dict):
+            raise ValueError("sampling_params is no object.")
+        sampling = {**given, "max_new_tokens": 0}
         yield "/generate", {**body, "sampling_params": sampling}
 
 

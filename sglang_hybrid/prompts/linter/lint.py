@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.prompts.schemas.budget import saved
 from sglang_hybrid.prompts.schemas.schema import Module, Parameter, Part, Role, Schema, Text, Union
 from sglang_hybrid.prompts.schemas.tree import Path, prefix_tree
@@ -103,8 +104,8 @@ def _parameters(pieces: list[_Placed], total: int) -> Iterator[Finding]:
             yield Finding(
                 piece.line,
                 "early-parameter",
-                f"{behind:,} of {total:,} tokens come behind parameter {piece.part.name!r} and "
-                "are computed again for each new value; move it to the end.",
+                f"{behind:,} of {total:,} tokens come behind parameter {shown(piece.part.name)} "
+                "and are computed again for each new value; move it to the end.",
             )
 
 
@@ -117,7 +118,7 @@ def _short_modules(
             yield Finding(
                 module.line,
                 "short-module",
-                f"module {module.name!r} has {tokens:,} tokens; a state takes the memory of "
+                f"module {shown(module.name)} has {tokens:,} tokens; a state takes the memory of "
                 f"{state_tokens:,} tokens of KV. Join it with a neighbour if it can be.",
             )
 
@@ -131,8 +132,8 @@ def _changing_text(pieces: list[_Placed], total: int) -> Iterator[Finding]:
             yield Finding(
                 piece.line,
                 "changing-text",
-                f"{match[0]!r} looks like a date or an id; if it changes, everything behind it is "
-                "computed again. Make it a parameter at the end.",
+                f"{shown(match[0])} looks like a date or an id; if it changes, everything behind "
+                "it is computed again. Make it a parameter at the end.",
             )
 
 
@@ -202,5 +203,5 @@ def _lists(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
 
 def _name(part: Module | Union) -> str:
     if isinstance(part, Union):
-        return f"the union of {part.modules[0].name!r}"
-    return f"module {part.name!r}"
+        return f"the union of {shown(part.modules[0].name)}"
+    return f"module {shown(part.name)}"

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from sglang_hybrid.core.named_files import read_text
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.prompts.schemas.xml import MOST_BYTES, Element, parse
 
 NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]*\Z")
@@ -160,7 +162,9 @@ class _SchemaReader:
             parts = self._parts(element, {}, ("module", "union", "parameter"))
         else:
             if any(not isinstance(child, str) or child.strip() for child in element.children):
-                raise element.error(f"module {name!r} has src and a content; give one of them.")
+                raise element.error(
+                    f"module {shown(name)} has src and a content; give one of them."
+                )
             parts = (Text(self._file(element, source)),)
         return Module(name, parts, element.line)
 
@@ -179,29 +183,31 @@ class _SchemaReader:
             raise element.error("a <union> must have one module at least.")
         together = element.attributes.get("scaffold")
         if together is not None and together not in [module.name for module in modules]:
-            raise element.error(f"scaffold is {together!r}, which is no module of this union.")
+            raise element.error(f"scaffold is {shown(together)}, which is no module of this union.")
         return Union(tuple(modules))
 
     def _parameter(self, element: Element, scope: dict[str, int]) -> Parameter:
         self._only(element, "name", "length", "scaffold")
         name = self._new_name(element, scope)
         length = element.attributes.get("length", "")
-        if not length.isdecimal() or not 0 < int(length[:9]) <= LONGEST_PARAMETER:
+        if not (length.isdecimal() and len(length) < 10 and 0 < int(length) <= LONGEST_PARAMETER):
             raise element.error(
-                f"length of parameter {name!r} is {length!r}; it must be a whole number of tokens "
-                f"from 1 to {LONGEST_PARAMETER:,}."
+                f"length of parameter {shown(name)} is {shown(length)}; it must be a whole "
+                f"number of tokens from 1 to {LONGEST_PARAMETER:,}."
             )
         if any(not isinstance(child, str) or child.strip() for child in element.children):
-            raise element.error(f"parameter {name!r} must be empty; its value comes with a prompt.")
+            raise element.error(
+                f"parameter {shown(name)} must be empty; its value comes with a prompt."
+            )
         return Parameter(name, int(length), element.attributes.get("scaffold"), element.line)
 
     def _name(self, element: Element) -> str:
         name = element.attributes.get("name", "")
         if not NAME.match(name) or name in RESERVED:
             raise element.error(
-                f"name of <{element.tag}> is {name!r}; it must begin with a letter or underscore, "
-                "go on with letters, digits, points, underscores and hyphens, and be no word of "
-                "the language."
+                f"name of <{element.tag}> is {shown(name)}; it must begin with a letter or "
+                "underscore, go on with letters, digits, points, underscores and hyphens, and be "
+                "no word of the language."
             )
         return name
 
@@ -209,8 +215,8 @@ class _SchemaReader:
         name = self._name(element)
         if name in scope:
             raise element.error(
-                f"the name {name!r} was given on line {scope[name]} already; names beside each "
-                "other must differ."
+                f"the name {shown(name)} was given on line {scope[name]} already; names beside "
+                "each other must differ."
             )
         scope[name] = element.line
         return name
@@ -219,31 +225,33 @@ class _SchemaReader:
         for name in element.attributes:
             if name not in known:
                 raise element.error(
-                    f"<{element.tag}> has the attribute {name!r}; it can have "
+                    f"<{element.tag}> has the attribute {shown(name)}; it can have "
                     f"{', '.join(known) or 'none'}."
                 )
 
     def _file(self, element: Element, source: str) -> str:
         if self._folder is None:
             raise element.error(
-                f"src is {source!r}; this schema was not read from a folder, so put the text into "
-                "the module."
+                f"src is {shown(source)}; this schema was not read from a folder, so put the text "
+                "into the module."
             )
         try:
             path = (self._folder / source).resolve()
             if not path.is_relative_to(self._folder) or not path.is_file():
-                raise element.error(f"src is {source!r}, which is no file in the schema's folder.")
+                raise element.error(
+                    f"src is {shown(source)}, which is no file in the schema's folder."
+                )
             self._size += path.stat().st_size
             if self._size > MOST_BYTES:
                 raise element.error(
-                    f"with {source!r} the schema has {self._size:,} bytes; it may have "
+                    f"with {shown(source)} the schema has {self._size:,} bytes; it may have "
                     f"{MOST_BYTES:,} at most."
                 )
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError, ValueError) as error:
+            return read_text(path, MOST_BYTES)
+        except (OSError, ValueError) as error:
             if isinstance(error, type(element.error(""))):
                 raise
-            raise element.error(f"src is {source!r}, which cannot be read as text.") from None
+            raise element.error(f"src is {shown(source)}, which cannot be read as text.") from None
 
 
 def _modules(parts: tuple[Part, ...]) -> Iterator[Module]:

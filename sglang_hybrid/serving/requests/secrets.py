@@ -19,9 +19,13 @@ HIDDEN = "(hidden)"
 
 def read_key(given: str | None) -> str | None:
     """The key that a flag gives: its value, or what the file holds that is named behind an `@`.
-    Raises ValueError for a file that holds no key.
+    Raises ValueError for a file that holds no key, and for a key that no header of HTTP can carry.
     """
-    if given is None or not given.startswith(FILE):
+    if given is None:
+        return None
+    if not given.startswith(FILE):
+        if not (given.isascii() and given.isprintable()):
+            raise ValueError("the key has characters that no header of HTTP can have.")
         return given
     name = given.removeprefix(FILE)
     try:
@@ -30,8 +34,10 @@ def read_key(given: str | None) -> str | None:
         raise ValueError(f"the key's file {name!r} cannot be read: {error.strerror}.") from None
     except ValueError:
         raise ValueError(f"the key's file {name!r} is no text; put the key alone there.") from None
-    if not key or not key.isprintable():
-        raise ValueError(f"the key's file {name!r} must have one line, the key.")
+    if not key or not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"the key's file {name!r} must have one line of ASCII, the key."
+        )
     return key
 
 
