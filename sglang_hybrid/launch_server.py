@@ -15,7 +15,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
+import yaml
+
 from sglang_hybrid import __version__
+from sglang_hybrid.core.named_files import read_text
+from sglang_hybrid.core.sentences import plain
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.serving.startup import (
     STARTUP_ERROR,
@@ -23,6 +27,7 @@ from sglang_hybrid.serving.startup import (
     cannot_start,
     fail,
     failure,
+    one_line,
     private_files,
 )
 
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
 
 PROGRAM = "sglang_hybrid"
 USAGE_ERROR = 2
+LONGEST_CONFIG = 1 << 16
+"""Bytes of a file of flags."""
 INTERRUPTED = 128 + signal.SIGINT
 
 logger = logging.getLogger(PROGRAM)
@@ -51,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, without SGLang's hundreds of lines of usage."""
 
     def error(self, message: str) -> Never:
-        self.exit(USAGE_ERROR, f"{PROGRAM}: {message}; --help lists every flag.\n")
+        self.exit(USAGE_ERROR, f"{PROGRAM}: {plain(message)}; --help lists every flag.\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,6 +183,7 @@ def _check_early(argv: Sequence[str]) -> None:
     if unknown:
         early.error(f"unrecognized arguments: {unknown}")
     if "--config" in argv:  # SGLang reads that file, and it may name the model
+        _check_config(argv[argv.index("--config") + 1 :])
         return
     argv = _with_default_model(list(argv))[0]
     flags = early.parse_known_args(argv)[0]
@@ -184,6 +192,17 @@ def _check_early(argv: Sequence[str]) -> None:
     _check(flags, argv)
     if platforms.is_ours():
         cpu_flags.check_flags(flags)
+
+
+def _check_config(behind: Sequence[str]) -> None:
+    """Raise `StartupError` if the file of flags that is named first cannot be read. Where SGLang
+    reads it, a pipe would be waited for and a mistake be a traceback.
+    """
+    try:
+        for file in behind[:1]:
+            yaml.safe_load(read_text(Path(file), LONGEST_CONFIG))
+    except Exception as error:  # YAML has errors of its own
+        raise StartupError(f"--config cannot be read: {one_line(error)}.") from None
 
 
 def _check(flags: argparse.Namespace, argv: Sequence[str]) -> tuple["HybridConfig", list[str]]:

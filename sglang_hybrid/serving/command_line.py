@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from sglang_hybrid.core.named_files import decode_json
 
 _NAME = re.compile(r"--[a-z0-9][a-z0-9-]*")
 _FIELD = re.compile(r"^    ([a-z0-9_]+):", re.MULTILINE)
@@ -60,7 +61,7 @@ def _number(text: str) -> int | None:
 
 
 def _adapter(text: str) -> Any:
-    return json.loads(text) if text.startswith("{") else text
+    return decode_json(text) if text.startswith("{") else text
 
 
 Read = Callable[[str], Any]
@@ -83,8 +84,8 @@ CHECKED: dict[Read, dict[str, Any]] = {
         **{"--json-model-override-args": "{}", "--host": "127.0.0.1", "--device": None},
         **{"--attention-backend": None, "--prefill-attention-backend": None},
         **{"--decode-attention-backend": None, "--sampling-backend": None, "--dtype": "auto"},
-        **{"--speculative-algorithm": None, "--lora-backend": "csgmv", "--api-key": None},
-        **{"--admin-api-key": None, "--ssl-keyfile-password": None},
+        **{"--speculative-algorithm": None, "--lora-backend": "csgmv", "--chat-template": None},
+        **{"--api-key": None, "--admin-api-key": None, "--ssl-keyfile-password": None},
     },
 }
 """SGLang's flags that take one value: what reads it, their names and their default."""

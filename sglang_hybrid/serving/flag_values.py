@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from sglang_hybrid.core.programs import MOST_SECONDS, number, read_by, whole
 from sglang_hybrid.core.tiers.rates import parse_links
 
 TIER_CODECS = ("exact", "bf16", "int8")
@@ -101,15 +101,9 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def nonnegative(text: str) -> float:
-    """The number in `text`, which is 0 or more. As all readers here, raises ArgumentTypeError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return value
+nonnegative = number(0, MOST_SECONDS)
+count = whole(0)
+share = number(0, 1)
 
 
 def alpha(text: str) -> float | None:
@@ -186,27 +180,9 @@ def _known(kind: type[Enum], name: str, text: str) -> str:
     return name
 
 
-def count(text: str) -> int:
-    """A whole number of 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
-def share(text: str) -> float:
-    """A number of 0 to 1."""
-    value = nonnegative(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 to 1")
-    return value
-
-
 def links(text: str) -> str:
     """Bandwidths of tiers as `parse_links` reads them, still as text."""
-    try:
-        parse_links(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    read_by(parse_links)(text)
     return text
 
 

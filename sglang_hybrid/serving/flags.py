@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from sglang_hybrid.core.programs import MOST_PROCESSES, whole
 from sglang_hybrid.core.records.pin import MOST_OF_ALL
 from sglang_hybrid.models import ARCHITECTURES, TRAINED
 from sglang_hybrid.serving.flag_values import (
@@ -130,7 +131,7 @@ FLAGS = (
         "other policies, for --hybrid-eviction auto, or other alphas, for marconi; 0 turns "
         "that off",
         metavar="N",
-        read=count,
+        read=whole(0, MOST_PROCESSES),
     ),
     Flag(
         "hybrid_record",

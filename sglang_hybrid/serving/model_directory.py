@@ -5,18 +5,23 @@ Each check raises `StartupError` with one sentence.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 
+from sglang_hybrid.core.named_files import FileError, read_json
 from sglang_hybrid.serving.startup import StartupError
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+class _WeightIndex(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True) -> None:
@@ -36,6 +41,9 @@ def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True
         if path.suffix == ".gguf":
             return
         raise StartupError(f"model path {model_path!r} is a file; give the model's directory.")
+    for file in path.iterdir():
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise StartupError(f"{file} is no regular file; copy the model again.")
     config = read_config(path)
     if not config.get("architectures"):
         raise StartupError(f"{path / 'config.json'} names no `architectures`; is it a model's?")
@@ -62,20 +70,13 @@ def read_config(model_directory: Path) -> dict[str, Any]:
     """The model's config.json; raises `StartupError` if it is missing or broken."""
     file = model_directory / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise StartupError(
-            f"model directory {str(model_directory)!r} has no config.json; is it a model's?"
-        ) from None
-    except PermissionError:
-        raise StartupError(
-            f"{file} cannot be read by this user; give it the right to, or another --model-path."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{file} cannot be read: {error}; copy the model again.") from None
-    if not isinstance(config, dict):
-        raise StartupError(f"{file} is no JSON object; copy the model again.")
-    return config
+        return read_json(file, dict[str, Any], "model's config")
+    except FileError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise StartupError(
+                f"model directory {str(model_directory)!r} has no config.json; is it a model's?"
+            ) from None
+        raise StartupError(f"{error}; copy the model again.") from None
 
 
 def weight_bytes(model_directory: Path) -> int:
@@ -98,9 +99,10 @@ def _check_weights(path: Path) -> None:
     index = path / "model.safetensors.index.json"
     if index.exists():
         try:
-            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StartupError(f"{index} cannot be read: {error}; copy the model again.") from None
+            found = read_json(index, _WeightIndex, "index of weights")
+        except FileError as error:
+            raise StartupError(f"{error}; copy the model again.") from None
+        wanted = set(found.weight_map.values())
         missing = sorted(name for name in wanted if not (path / name).exists())
         if missing:
             raise StartupError(
@@ -111,5 +113,5 @@ def _check_weights(path: Path) -> None:
         try:
             with safe_open(str(file), framework="numpy"):
                 pass
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError) as error:
             raise StartupError(f"{file} is damaged ({error}); copy the model again.") from None

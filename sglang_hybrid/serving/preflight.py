@@ -3,7 +3,6 @@
 import argparse
 import errno
 import importlib.util
-import json
 import math
 import re
 import socket
@@ -11,6 +10,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from sglang_hybrid.core.costs.cost import ENDLESS
+from sglang_hybrid.core.named_files import decode_json
+from sglang_hybrid.core.programs import LAST_PORT, MOST, MOST_PROCESSES
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED, flag_name
 from sglang_hybrid.serving.model_directory import (
     check_model,
@@ -20,8 +23,6 @@ from sglang_hybrid.serving.model_directory import (
 )
 from sglang_hybrid.serving.requests.secrets import SECRETS, read_key
 from sglang_hybrid.serving.startup import StartupError
-
-LAST_PORT = 65_535
 
 HOST_RESERVE = 10 << 30
 """Bytes of the machine's memory that SGLang leaves free beside copies below the device."""
@@ -41,18 +42,22 @@ SLOTS_PER_REQUEST = 3
 (SGLANG_HYBRID_SLOTS_PER_REQUEST); 1 without."""
 
 
-AT_LEAST = {
-    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "port", "stream_interval"), 1),
-    **dict.fromkeys(("tokenizer_worker_num", "detokenizer_worker_num"), 1),
-    **dict.fromkeys(("context_length", "page_size", "max_prefill_tokens"), 1),
-    **{"max_running_requests": 1, "hicache_size": 0},
+MOST_RANKS = 1 << 16
+
+RANGES = {
+    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "nnodes"), (1, MOST_RANKS)),
+    **dict.fromkeys(("tokenizer_worker_num", "detokenizer_worker_num"), (1, MOST_PROCESSES)),
+    **dict.fromkeys(("port", "stream_interval", "max_running_requests"), (1, MOST)),
+    **dict.fromkeys(("context_length", "page_size", "max_prefill_tokens"), (1, MOST)),
+    **dict.fromkeys(("hicache_size", "max_mamba_cache_size"), (0, MOST)),
+    "max_total_tokens": (0, ENDLESS),
 }
-"""SGLang's flags that are whole numbers, and the smallest that each may be."""
+"""SGLang's flags that are whole numbers, the smallest and the largest that each may be."""
 
 ABOVE_ZERO = {
     "mem_fraction_static": (1.0, "a share of the memory between 0 and 1"),
-    "mamba_full_memory_ratio": (math.inf, "a number above 0"),
-    "hicache_ratio": (math.inf, "a number above 0"),
+    "mamba_full_memory_ratio": (1e9, "a number above 0"),
+    "hicache_ratio": (1e9, "a number above 0"),
 }
 """Those that are numbers above 0: the largest, and what is accepted in words."""
 
@@ -74,6 +79,7 @@ def check(flags: argparse.Namespace) -> None:
     check_adapters(flags.lora_paths)
     check_keys(flags)
     check_tokenizer(flags.tokenizer_path)
+    check_template(flags.chat_template)
     check_model(
         flags.model_path,
         weights=flags.load_format != "dummy",
@@ -150,10 +156,11 @@ def check_device(device: str | None) -> None:
 
 def check_ranges(flags: argparse.Namespace) -> None:
     """Raise `StartupError` for a number that no server can have; None is SGLang's own."""
-    for name, least in AT_LEAST.items():
+    for name, (least, most) in RANGES.items():
         value = getattr(flags, name, None)
-        if value is not None and value < least:
-            raise StartupError(f"{flag_name(name)} {value}: give {least} or more, or leave it out.")
+        if value is not None and not least <= value <= most:
+            bound = f"{least} or more" if value < least else f"{most:,} at most"
+            raise StartupError(f"{flag_name(name)} {shown(value)}: give {bound}, or leave it out.")
     for name, (most, what) in ABOVE_ZERO.items():
         value = getattr(flags, name, None)
         if value is not None and not 0 < value <= most:
@@ -272,20 +279,30 @@ def check_tokenizer(path: str | None) -> None:
             f"--tokenizer-path {path!r} has no tokenizer (tokenizer.json or tokenizer.model); give "
             "another directory, or leave it out."
         )
-    if not there.exists() and not is_elsewhere(path):
+    if not there.is_dir() and not there.is_file() and not is_elsewhere(path):
         raise StartupError(
             f"--tokenizer-path {path!r} does not exist; give a directory, or a name on the Hugging "
             "Face hub, or leave it out."
         )
 
 
+def check_template(path: str | None) -> None:
+    """Raise `StartupError` for a --chat-template that is there and no file. Otherwise it is a file
+    or the name of a template that SGLang knows.
+    """
+    there = Path(path or "")
+    if path is not None and there.exists() and not there.is_file():
+        raise StartupError(f"--chat-template {shown(path)} is no file; give one, or leave it out.")
+
+
 def check_overrides(text: str) -> None:
     """Raise `StartupError` if --json-model-override-args is no JSON object."""
     try:
-        known = isinstance(json.loads(text), dict)
+        known = isinstance(decode_json(text), dict)
     except ValueError:
         known = False
     if not known:
         raise StartupError(
-            f"--json-model-override-args {text!r} is no JSON object; give one, or leave it out."
+            f"--json-model-override-args {shown(text)} is no JSON object; give one, or leave it "
+            "out."
         )

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sglang_hybrid.core.sentences import say
+
 logger = logging.getLogger("sglang_hybrid")
 
 STARTUP_ERROR = 1
@@ -111,7 +113,7 @@ def _place(error: BaseException) -> str:
 
 def fail(message: str) -> int:
     """Print the one sentence of a start that failed; returns the exit status."""
-    print(f"sglang_hybrid: {message}", file=sys.stderr, flush=True)
+    say(f"sglang_hybrid: {message}", sys.stderr)
     return STARTUP_ERROR
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import os
 import re
 import shutil
 import socket
@@ -23,6 +25,7 @@ from sglang_hybrid.serving.preflight import (
     check_port,
     check_ranges,
     check_ranks,
+    check_template,
     check_tenants,
     check_tokenizer,
     check_trace,
@@ -86,12 +89,16 @@ INDEX = "model.safetensors.index.json"
     ("name", "content", "said"),
     [
         ("config.json", None, "has no config.json"),
-        ("config.json", '{"architectures": ["Llama', "config.json cannot be read"),
-        ("config.json", "\x00\ud8ff", "config.json cannot be read"),
-        ("config.json", "[]", "config.json is no JSON object"),
+        (
+            "config.json",
+            '{"architectures": ["Llama',
+            "config.json is no model's config (Unterminated",
+        ),
+        ("config.json", "\x00\ud8ff", "config.json is no text in UTF-8"),
+        ("config.json", "[]", "config.json is no model's config (Expected `object`"),
         ("config.json", "{}", "config.json names no `architectures`"),
-        *((INDEX, text, f"{INDEX} cannot be read") for text in ("{", "{}", "[]")),
-        (INDEX, '{"weight_map": []}', f"{INDEX} cannot be read"),
+        *((INDEX, text, f"{INDEX} is no index of weights") for text in ("{", "{}", "[]")),
+        (INDEX, '{"weight_map": []}', f"{INDEX} is no index of weights"),
         ("model-00002-of-00002.safetensors", None, "lacks 1 of 2 weight files, model-00002-of"),
         ("tokenizer.json", None, "has no tokenizer"),
     ],
@@ -103,6 +110,24 @@ def test_a_file_that_is_missing_or_broken(
     if content is not None:
         (model / name).write_text(content, errors="surrogatepass")
     assert said in refused(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", INDEX])
+def test_a_pipe_or_a_device_in_a_models_directory(model: Path, name: str) -> None:
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    assert f"{name} is no regular file" in refused(model)
+    (model / name).unlink()
+    (model / name).symlink_to("/dev/zero")
+    assert f"{name} is no regular file" in refused(model)
+
+
+def test_a_template_that_is_no_file(tmp_path: Path) -> None:
+    for known in (None, "chatml", __file__):
+        check_template(known)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StartupError, match=r"--chat-template '.*pipe' is no file; give one"):
+        check_template(str(tmp_path / "pipe"))
 
 
 def test_no_weights(model: Path) -> None:
@@ -189,6 +214,16 @@ def test_pools_that_hold_no_request() -> None:
         ({"tp_size": -2}, "--tp-size -2: give 1 or more, or leave it out."),
         ({"context_length": 0}, "--context-length 0: give 1 or more, or leave it out."),
         ({"port": 0}, "--port 0: give 1 or more, or leave it out."),
+        ({"tp_size": 10**12}, f"--tp-size {10**12}: give 65,536 at most, or leave it out."),
+        (
+            {"max_total_tokens": 10**100},
+            "--max-total-tokens a number of 333 bits: give 1,099,511,627,776 at most, or leave it "
+            "out.",
+        ),
+        (
+            {"hicache_ratio": math.inf},
+            "--hicache-ratio inf: give a number above 0, or leave it out.",
+        ),
         ({"hicache_size": -1}, "--hicache-size -1: give 0 or more, or leave it out."),
         ({"hicache_ratio": 0.0}, "--hicache-ratio 0: give a number above 0, or leave it out."),
         (
@@ -242,7 +277,7 @@ def test_a_tokenizer_that_is_nowhere(tmp_path: Path) -> None:
         check_tokenizer("/nowhere")
 
 
-@pytest.mark.parametrize("text", ["{bad", "[]", ""])
+@pytest.mark.parametrize("text", ["{bad", "[]", "", '{"a": ' + "[" * 100_000])
 def test_what_is_no_json_object(text: str) -> None:
     check_overrides("{}")
     with pytest.raises(StartupError, match=r"^--json-model-override-args .* is no JSON object"):

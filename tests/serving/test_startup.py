@@ -82,6 +82,19 @@ def test_only_a_directory_of_its_own_is_removed(
     assert not made.exists() and REPORT not in os.environ
 
 
-@pytest.mark.parametrize("argv", [["--model-pa", "/nowhere"], ["--config", "/nowhere.yaml"]])
-def test_what_only_sglang_reads_is_left_to_it(argv: list[str]) -> None:
-    launch_server._check_early(argv)
+def test_what_only_sglang_reads_is_left_to_it(tmp_path: Path) -> None:
+    launch_server._check_early(["--model-pa", "/nowhere"])
+    flags = tmp_path / "flags.yaml"
+    flags.write_text("model-path: /nowhere\n")
+    launch_server._check_early(["--config", str(flags)])
+
+
+@pytest.mark.parametrize("content", [None, "a: [1,\n", "\0", "[" * 50_000, "9" * 5_000])
+def test_a_file_of_flags_that_cannot_be_read(content: str | None, tmp_path: Path) -> None:
+    flags = tmp_path / "flags.yaml"
+    if content is None:
+        os.mkfifo(flags)
+    else:
+        flags.write_text(content)
+    with pytest.raises(StartupError, match=r"^--config cannot be read: .*\.$"):
+        launch_server._check_early(["--config", str(flags)])
