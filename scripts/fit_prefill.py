@@ -10,49 +10,51 @@ idle; its cache fills with the prompts.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from sglang_hybrid.core.programs import Parser, program, server_url, whole
+from sglang_hybrid.core.sentences import plain, say
 from sglang_hybrid.replay.measure import Measured, Server, fit, measure
 from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
 
+MOST_TOKENS = 1 << 20
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--url", default="http://127.0.0.1:30000")
+
+@program
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(description=__doc__.split("\n")[0])
+    parser.add_argument("--url", type=server_url, default="http://127.0.0.1:30000")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--lengths", type=_numbers, default=[64, 256, 1_024, 4_096, 8_192])
-    parser.add_argument("--hits", type=_numbers, default=[0, 2_048, 8_192])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
+    lengths, hits = _numbers(1), _numbers(0)
+    parser.add_argument("--lengths", type=lengths, default=[64, 256, 1_024, 4_096, 8_192])
+    parser.add_argument("--hits", type=hits, default=[0, 2_048, 8_192])
+    parser.add_argument("--repeats", type=whole(1, 1_000), default=3)
+    parser.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument("--device", default="", help="what it ran on, for the record")
-    options = parser.parse_args()
-    try:
-        server = Server(options.url)
-        cells = len(options.lengths) * len(options.hits)
-        steps = iter(track(range(cells), "measuring", transient=True))
-        measured = measure(
-            server.ask,
-            options.lengths,
-            options.hits,
-            repeats=options.repeats,
-            seed=options.seed,
-            done=lambda: next(steps, None),
-        )
-        about = f"fit_prefill.py on {Path(server.model).name}"
-        about += f", {options.device}" if options.device else ""
-        fitted = fit(server.ask, measured, about, options.seed)
-        fitted.write(options.out)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    options = parser.parse_args(arguments)
+    server = Server(options.url)
+    cells = len(options.lengths) * len(options.hits)
+    steps = iter(track(range(cells), "measuring", transient=True))
+    measured = measure(
+        server.ask,
+        options.lengths,
+        options.hits,
+        repeats=options.repeats,
+        seed=options.seed,
+        done=lambda: next(steps, None),
+    )
+    about = plain(f"fit_prefill.py on {Path(server.model).name}")
+    about += f", {options.device}" if options.device else ""
+    fitted = fit(server.ask, measured, about, options.seed)
+    fitted.write(options.out)
     _show(measured, fitted)
-    print(f"written to {options.out}")
+    say(f"written to {options.out}")
     return 0
 
 
@@ -61,7 +63,7 @@ def _show(measured: Measured, fitted: PrefillTime) -> None:
     for hit, new, seconds in measured:
         model = fitted.seconds(hit, new) + fitted.decode
         table.add_row(f"{hit:,}", f"{new:,}", f"{1000 * seconds:.1f}", f"{1000 * model:.1f}")
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(table)
     console.print(
         f"{1000 * fitted.base:.2f} ms + {1e6 * fitted.per_token:.2f} us a token "
@@ -71,8 +73,10 @@ def _show(measured: Measured, fitted: PrefillTime) -> None:
     )
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+def _numbers(least: int) -> Callable[[str], list[int]]:
+    """Reads lengths in tokens with commas between them."""
+    read = whole(least, MOST_TOKENS)
+    return lambda text: [read(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

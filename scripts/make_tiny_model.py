@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_hybrid.core.programs import Parser, program, whole
+from sglang_hybrid.core.sentences import say
 from sglang_hybrid.models import ARCHITECTURES, TRAINED, build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE, MODELS, SCALES
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+@program
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="make_tiny_model.py", description=__doc__)
     parser.add_argument(
         "--architecture",
         default=DEFAULT_ARCHITECTURE,
@@ -24,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         required=True,
         help="directory of the model; with 'all', the directory that gets one for each",
     )
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=whole(0), default=0, help="default: %(default)s")
     parser.add_argument(
         "--scale",
         default="tiny",
@@ -36,12 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         targets = {name: options.output / name for name in ARCHITECTURES}
     else:
         targets = {options.architecture: options.output}
-    try:
-        for name, directory in targets.items():
-            print(build_tiny_model(name, directory, seed=options.seed, scale=options.scale))
-    except (ValueError, OSError) as error:
-        print(f"make_tiny_model: {error}", file=sys.stderr)
-        return 1
+    for name, directory in targets.items():
+        say(build_tiny_model(name, directory, seed=options.seed, scale=options.scale))
     return 0
 
 

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from pathlib import Path
 import whatthepatch
 
 from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.core.named_files import MOST_TEXT, FileError, open_named, read_text
+from sglang_hybrid.core.programs import Parser, program
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, statements
 from sglang_hybrid.hooks.table import HOOKS
 from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
@@ -47,16 +51,24 @@ class Release(Sources):
     def __init__(self, place: Path) -> None:
         super().__init__(self.text)
         self._place = place
-        self._wheel = zipfile.ZipFile(place) if place.is_file() else None
+        try:
+            self._wheel = None if place.is_dir() else zipfile.ZipFile(open_named(place))
+        except zipfile.BadZipFile as error:
+            raise FileError(f"{place} is neither a wheel nor a folder ({error})") from error
 
     def text(self, path: str) -> str | None:
         """A file by its path in the wheel; None if there is none."""
-        try:
-            if self._wheel is not None:
-                return self._wheel.read(path).decode()
-            return (self._place / path).read_text()
-        except (KeyError, OSError):
+        if self._wheel is None:
+            there = self._place / path
+            return read_text(there) if there.exists() else None
+        if path not in self._wheel.NameToInfo:
             return None
+        try:
+            if self._wheel.getinfo(path).file_size > MOST_TEXT:
+                raise ValueError("it is too large to be read")
+            return self._wheel.read(path).decode()
+        except (ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+            raise FileError(f"{path} of {self._place} cannot be read ({error})") from error
 
     def has(self, module: str, name: str) -> bool:
         """Whether `from module import name` would find something."""
@@ -309,17 +321,17 @@ def compare(ours: set[tuple[str, str]], old: Release, new: Release) -> Iterator[
 
 
 def find_release(what: str, folder: Path) -> Release:
-    """A version, a wheel or a folder. Raises SystemExit with a sentence if it cannot be had."""
+    """A version, a wheel or a folder. Raises ValueError if it cannot be had."""
     place = Path(what)
     if place.exists():
         return Release(place)
     if not re.fullmatch(r"\d[\w.]*", what):
-        raise SystemExit(f"{what} is neither a version nor a wheel or folder that is there.")
+        raise ValueError(f"{shown(what)} is neither a version nor a wheel or folder that is there.")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
     done = subprocess.run([*pip, f"sglang=={what}"], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        raise SystemExit(f"pip cannot download sglang {what}: {done.stderr.strip()[-300:]}")
+        raise ValueError(f"pip cannot download sglang {what}: {done.stderr.strip()[-300:]}")
     return Release(wheels[0])
 
 
@@ -327,12 +339,13 @@ def installed() -> Release:
     """The release that the patches are cut from."""
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
-        raise SystemExit("sglang is not installed here; it is what the release is compared with.")
+        raise ValueError("sglang is not installed here; it is what the release is compared with.")
     return Release(Path(spec.origin).parents[1])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+@program
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("release", help="a version, a wheel or a folder that has sglang/")
     parser.add_argument(
         "--patches", type=Path, default=ROOT / "patches" / f"sglang-{SGLANG_VERSION}"
@@ -347,7 +360,15 @@ def main() -> int:
         action="store_true",
         help="print the file of hashes of hooked functions, and nothing else",
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    try:
+        return report_on(options)
+    except SyntaxError as error:
+        raise ValueError(f"{options.release} has a file that is not Python ({error})") from error
+
+
+def report_on(options: argparse.Namespace) -> int:
+    """Print what the options ask for; returns the exit status."""
     package = ROOT / "sglang_hybrid"
     with tempfile.TemporaryDirectory() as folder:
         old, new = installed(), find_release(options.release, Path(folder))

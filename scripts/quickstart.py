@@ -16,6 +16,8 @@ import sglang as sgl
 from rich.console import Console
 from rich.table import Table
 
+from sglang_hybrid.core.programs import LAST_PORT, whole
+from sglang_hybrid.core.sentences import plain
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
 TOKENS = 40
@@ -174,13 +176,14 @@ def print_table(rows: list[Row]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
     for row in rows:
-        console.print(f"{row.name}: {row.answer.strip()}", markup=False, highlight=False)
+        answer = plain(row.answer.strip())
+        console.print(f"{row.name}: {answer}", markup=False, highlight=False)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="stop after the requests")
-    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--port", type=whole(1, LAST_PORT), default=30000)
     options, server_arguments = parser.parse_known_args()
     server = ServerProcess(["--enable-cache-report", *server_arguments], port=options.port)
     print(f"Starting the server on {server.url} (log: {server.log}) ...", flush=True)

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from sglang_hybrid.core.programs import whole
+
 COMMANDS = {
     "results": "results",
     "figure": "figure",
@@ -74,13 +76,8 @@ COMMANDS = {
 a server, servers."""
 
 
-def positive(text: str) -> int:
-    """A number of 1 or more, for an option."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
-
+positive = whole(1)
+"""Reads a number of 1 or more, for an option."""
 
 Count = Annotated[int, positive]
 HIDDEN = argparse.SUPPRESS

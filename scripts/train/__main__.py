@@ -10,14 +10,16 @@ from pathlib import Path
 from torch.multiprocessing.spawn import spawn
 
 from scripts.train.training import train
+from sglang_hybrid.core.programs import MOST_PROCESSES, number, whole
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a tiny model that answers.")
     parser.add_argument("--output", type=Path, required=True, help="new file for the weights")
-    parser.add_argument("--minutes", type=float, default=45)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--rate", type=float, default=7e-3, help="the highest learning rate")
+    parser.add_argument("--minutes", type=number(0, 1e6), default=45)
+    parser.add_argument("--processes", type=whole(1, MOST_PROCESSES), default=os.cpu_count() or 1)
+    rate = number(0, 1e3)
+    parser.add_argument("--rate", type=rate, default=7e-3, help="the highest learning rate")
     args = parser.parse_args()
     try:  # a place that cannot be written is known before the training
         args.output.touch(exist_ok=False)

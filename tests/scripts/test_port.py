@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from scripts.port import (
     hook_hashes,
     imports,
     installed,
+    main,
     overrides,
     place_of,
 )
@@ -166,3 +168,31 @@ def test_the_installed_release_is_the_one_that_the_package_was_made_for() -> Non
     ]
     known = imports(ROOT / "sglang_hybrid")
     assert len(known) > 50 and all(release.has(*name) for name in known)
+
+
+def wheel(path: Path, text: str) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("sglang/srt/managers/scheduler.py", text)  # it has hooked functions
+    return path
+
+
+def test_what_is_no_release_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "text.whl").write_text("no archive")
+    torn = wheel(tmp_path / "torn.whl", "x = 1\n" * 10_000)
+    torn.write_bytes(torn.read_bytes()[:60] + b"\0" * 20 + torn.read_bytes()[80:])
+    places = {
+        tmp_path / "pipe": "is a pipe",
+        Path("/dev/zero"): "is a device",
+        tmp_path / "text.whl": "is neither a wheel nor a folder",
+        torn: "cannot be read",
+        wheel(tmp_path / "bomb.whl", "#" * (65 << 20)): "it is too large to be read",
+        wheel(tmp_path / "other.whl", "def f(:"): "has a file that is not Python",
+        Path("no such\x1b"): r"'no such\x1b' is neither a version",
+    }
+    for place, said in places.items():
+        assert main([str(place), "--hook-hashes"]) == 1
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
