@@ -139,10 +139,3 @@ def host(text: str) -> str:
     if not re.fullmatch(r"[\w.:%-]+", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{shown(text)} is no name or address of a machine")
     return text
-
-
-def header(text: str) -> str:
-    """What a header of HTTP can carry, as an API key."""
-    if not (text.isascii() and text.isprintable()):
-        raise argparse.ArgumentTypeError("it has characters that no header of HTTP can have")
-    return text

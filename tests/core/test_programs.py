@@ -12,7 +12,6 @@ from sglang_hybrid.core.named_files import FileError
 from sglang_hybrid.core.programs import (
     Parser,
     UsageError,
-    header,
     host,
     number,
     port,
@@ -75,7 +74,6 @@ def test_a_wrong_command_line_is_a_usage_error() -> None:
         (server_url, "https://[::1]:30000/", "https://[::1]:30000"),
         (server_url, "http://host", "http://host"),
         (host, "::1", "::1"),
-        (header, "sk-1 2~", "sk-1 2~"),
         (read_by(int), "3", 3),
     ],
 )
@@ -95,7 +93,6 @@ def test_what_an_option_takes(read: Callable[[str], Any], text: str, value: obje
         ),
         (server_url, ("http://a\n", "http://\u202ea", "http://[::1", "http://a:0")),
         (host, ("", "a b", "a/b", "\x1b")),
-        (header, ("a\nb", "é", "\x7f")),
         (read_by(int), ("many",)),
     ],
 )

@@ -22,7 +22,7 @@ from tests.replicas.liars import Liars, Lie, lies
 from tests.replicas.server import KEY, PATIENCE, PAUSE, Server, stored, wait_until
 
 HELD = list(range(50, 90))  # tokens of a prompt that the honest replica holds
-AT_ONCE = 60
+AT_ONCE = 30
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def check_prompts(honest: Server, told: list[Lie]) -> Liars:
     address = honest.url.removeprefix("http://")
     with closing(Liars(told)) as liars:
         urls = [*liars.urls, honest.url]
-        with closing(Replicas(urls, KEY, pause=4 * PAUSE, patience=PATIENCE)) as replicas:
+        with closing(Replicas(urls, KEY, pause=4 * PAUSE, patience=8 * PATIENCE)) as replicas:
             wait_until(lambda: len(replicas.followers) == len(urls))
             wait_until(lambda: all(one.is_in_step for one in replicas.followers.values()))
             picker = Picker(replicas)

@@ -35,9 +35,7 @@ def read_key(given: str | None) -> str | None:
     except ValueError:
         raise ValueError(f"the key's file {name!r} is no text; put the key alone there.") from None
     if not key or not (key.isascii() and key.isprintable()):
-        raise ValueError(
-            f"the key's file {name!r} must have one line of ASCII, the key."
-        )
+        raise ValueError(f"the key's file {name!r} must have one line of ASCII, the key.")
     return key
 
 
