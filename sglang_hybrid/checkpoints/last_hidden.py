@@ -49,7 +49,8 @@ class Wanted:
         """
         ends = list(accumulate(lengths))
         if hidden.shape[0] >= ends[-1]:
-            last = hidden[[ends[row] - 1 for row in self.rows]]  # a copy
+            # Each row is a copy of its own: a view would keep the rows of the whole batch.
+            last = [hidden[ends[row] - 1].clone() for row in self.rows]
             self.left = [LastHidden(state, processor, lm_head) for state in last]
 
 

@@ -20,6 +20,14 @@ def test_the_last_token_of_each_wanted_sequence_is_left() -> None:
     assert wanted.left[0].nbytes == 8
 
 
+def test_each_sequence_keeps_its_own_row_only() -> None:
+    """What is reported as its size is all that it keeps of the batch."""
+    wanted = Wanted(list(range(64)))
+    wanted.take("processor", "head", torch.zeros(70, 8), [1] * 64)
+    for left in wanted.left:
+        assert left.hidden.untyped_storage().nbytes() == left.nbytes == 32
+
+
 def test_nothing_is_left_of_states_that_are_not_those_of_all_tokens() -> None:
     wanted = Wanted([0])
     wanted.take("processor", "head", torch.zeros(2, 4), [3, 2])
