@@ -229,6 +229,21 @@ def test_a_pin_stays_with_its_position_when_an_edge_is_cut() -> None:
     assert tree.pins.held_bytes == 0 and len(tree.pins) == 0
 
 
+@pytest.mark.parametrize("deeper_first", [False, True])
+def test_the_deeper_of_two_pins_on_an_edge_outlives_a_cut_between_them(deeper_first: bool) -> None:
+    """With the higher priority and the longer lifetime of both, in whichever order they came."""
+    cost = CostModel(linear=1, quadratic=0, windows=(), kv_bytes_per_token=8, state_bytes=0)
+    tree = NodeTree(pins=Pins(cost, PinRoom(10_000), 0.5))
+    node = tree.add(tree.root, "a", 100)
+    asked = [PinRequest(20, 60, HIGH), PinRequest(90, 600, LOW)]
+    for one in reversed(asked) if deeper_first else asked:
+        assert tree.pins.pin(node, one)
+    head = tree.split(node, 50, "a", "b")
+    assert head.pin is None and node.pin is not None
+    assert (node.pin.position, node.pin.ttl, node.pin.priority) == (90, 600, HIGH)
+    assert tree.pins.held_bytes == 800 and len(tree.pins) == 1
+
+
 STEPS = st.tuples(
     st.sampled_from(["grow", "pin", "cut", "drop", "remove", "pass", "hit"]),
     st.integers(0, 40),

@@ -94,17 +94,24 @@ class Pins:
         """Pin `node`, which holds `asked.position`, for `tenant`; False if its payer's share
         has no room.
 
-        A node that is pinned already gets the priority and the lifetime of this call, but is pinned
-        no shorter than it was.
+        A position that is pinned already gets the priority and the lifetime of this call, but is
+        pinned no shorter than it was. Of two positions on one node, the deeper one is pinned, with
+        the higher priority and the longer lifetime of both.
         """
         until = self._now + asked.ttl
+        position = min(asked.position, node.depth)
         pin = node.pin
         if pin is not None:
-            pin.ttl, pin.priority = asked.ttl, asked.priority
+            if position == pin.position:
+                pin.ttl, pin.priority = asked.ttl, asked.priority
+            else:
+                pin.position = max(pin.position, position)
+                pin.ttl = max(pin.ttl, asked.ttl)
+                pin.priority = max(pin.priority, asked.priority, key=lambda one: one.weight)
             pin.until = max(pin.until, until)
             self._note(pin)
             return True
-        pin = Pin(payer_of(tenant), asked.position, asked.ttl, asked.priority, until)
+        pin = Pin(payer_of(tenant), position, asked.ttl, asked.priority, until)
         if not self._make_room(node, pin):
             self.counts["refused"] += 1
             return False
