@@ -108,8 +108,8 @@ class ServedQueue:
 
     def on_abort(self, handle: CacheRequestHandle) -> None:
         """The request with `handle` was aborted; if it waits, it does so no more."""
-        front = self._waiting.front
-        req = next((req for req in front if req.cache_request_handle == handle), None)
+        known = self._waiting.known
+        req = next((req for req in known if req.cache_request_handle == handle), None)
         if req is not None:
             self._waiting.on_abort(req)
             if self.loads is not None:

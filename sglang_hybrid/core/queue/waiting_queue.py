@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from typing import Generic, TypeAlias
 
 from sglang_hybrid.core.queue.orders import Order
@@ -66,6 +66,13 @@ class WaitingQueue(Generic[Name]):
     def holds(self) -> int:
         """Requests, waiting or running, whose node is evicted after all others."""
         return 0 if self._standings is None else len(self._standings)
+
+    @property
+    def known(self) -> Collection[Name]:
+        """Requests that are or were at the front and have not left the queue. A request that
+        others push out of the front by their priority is still among them.
+        """
+        return self._known.keys()
 
     def arrange(self, queue: list[Name], now: float) -> None:
         """Put the front of `queue` into the order in which requests are tried at `now`, in seconds

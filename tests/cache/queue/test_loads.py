@@ -30,9 +30,11 @@ SIZES = Sizes(states=7, kv=160, rows=6, context=128)
 class TieredScheduler(Scheduler):
     """A scheduler over a tiered server."""
 
-    def __init__(self, schedule: Schedule = Schedule.WINDOW, **flags: Any) -> None:
+    def __init__(
+        self, schedule: Schedule = Schedule.WINDOW, priority_sign: int | None = None, **flags: Any
+    ) -> None:
         options = HybridConfig(hybrid_schedule=schedule, **flags)
-        self.server: TieredServer = TieredServer.on(SIZES, options)
+        self.server: TieredServer = TieredServer.on(SIZES, options, priority_sign=priority_sign)
         self.cache: Any = self.server.cache
         self.queue = []
 
@@ -177,6 +179,22 @@ def test_what_goes_is_cancelled_and_counted() -> None:
     assert (it.standings(), it.cache.schedule.holds) == (0, 0)
     it.step(0.1)
     it.server.check()
+
+
+def test_an_aborted_request_that_others_pushed_out_of_the_window_is_kept_by_nothing() -> None:
+    """Its load began while it was in the window; requests of higher priority came then."""
+    it = Ahead(priority_sign=-1, hybrid_schedule_window=2)
+    waiting = it.arrive([*it.on_host(3), 7, 8], it.now)
+    it.step()
+    assert it.counts.started == 1
+    for number in range(4):
+        it.arrive(run(10, 300 + number), it.now, priority=5)
+    it.step(0.1)
+    assert waiting not in it.cache.schedule._waiting.front
+    it.abort(waiting)
+    assert (len(it.loads.ahead), it.counts.cancelled) == (0, 1)
+    assert waiting not in it.cache.schedule._waiting.known
+    assert it.cache.schedule.stats.aborted == 1
 
 
 def test_a_load_pushes_out_nothing_that_a_request_before_it_needs() -> None:
