@@ -24,6 +24,7 @@ from sglang_hybrid.core.returns.answers import (
     bucket_of,
     features_of,
 )
+from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.core.returns.history_tree import fingerprint_tokens
 
@@ -97,6 +98,24 @@ def test_a_late_return_takes_a_label_back() -> None:
     assert late.returned is True and model.labels == [0, 21]
     model.on_return(late, 31.0)
     assert model.labels == [0, 21], "only the first return counts"
+
+
+@pytest.mark.parametrize("before", [40, 600, 5_000])
+@pytest.mark.parametrize(("first", "then"), [(2.0, 60.0), (600.0, 2.0)])
+def test_patience_follows_the_returns_however_many_there_were(
+    before: int, first: float, then: float
+) -> None:
+    """After another 600 returns the last ones alone count."""
+    model, now = AnswerModel(), 0.0
+    for number in range(before + 600):
+        answer = model.on_end([], now, Hint.RETURNS)
+        now += first if number < before else then
+        model.on_return(answer, now)
+    waits, given_up = (model.on_end([], now, Hint.RETURNS) for _ in range(2))
+    model.give_up(now + 1.9 * then)
+    assert waits.returned is None
+    model.give_up(now + 2.1 * then)
+    assert given_up.returned is False
 
 
 def test_answers_that_nobody_comes_back_to_are_bounded() -> None:
@@ -234,6 +253,7 @@ def test_a_tenant_with_customs_of_its_own_changes_no_prediction_for_others() -> 
 RANK = """
 import hashlib, random
 import numpy as np
+from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.core.records.nodes import Clock

@@ -36,6 +36,8 @@ REPLAYS = 2
 INTERVALS = 512
 """Last intervals until a return, from which it is judged when none comes any more."""
 PATIENCE, QUANTILE = 2.0, 0.9
+REFIT_EVERY = 16
+"""Returns after which it is judged anew."""
 LEAST_LABELS = 3
 """Of each sign, before a prediction counts."""
 GAIN, EVIDENCE = 0.05, 6.0
@@ -248,7 +250,7 @@ class AnswerModel:
         self._intervals.append(time - answer.time)
         self._positives.append(answer)
         self._learn(answer, time - answer.time)
-        if len(self._intervals) % 16 == 1:
+        if self.labels[1] % REFIT_EVERY == 1:
             self._patience = PATIENCE * float(np.quantile(self._intervals, QUANTILE))
 
     def give_up(self, now: float) -> None:
