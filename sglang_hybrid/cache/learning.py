@@ -1,8 +1,9 @@
 """What the cache has learnt of its traffic outlives the server, where there is a disk tier.
 
 The rank that receives requests reads the file when it starts and sends its content to all ranks
-with the requests of a step, so that all begin with the same. It alone writes the file, in the
-background: while requests end once a minute, and some seconds after the last one.
+with the requests of a step, so that all begin with the same. It alone writes the file: while
+requests end once a minute, and some seconds after the last one. What it writes is collected a few
+tenants at a step, and written in the background.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING
 
+from sglang_hybrid.core.returns.history import Learnt
 from sglang_hybrid.serving.tenants import TenantNames
-from sglang_hybrid.storage.disk.learnt_file import load, save, unpack
+from sglang_hybrid.storage.disk.learnt_file import NO_CLASSES, load, save, unpack
 from sglang_hybrid.storage.disk.object_file import BadFile
 
 if TYPE_CHECKING:
+    from sglang_hybrid.core.returns.answers import LearntAnswers
     from sglang_hybrid.core.returns.history import History
     from sglang_hybrid.storage.disk.folder import RankFolder
     from sglang_hybrid.storage.store import Store
@@ -27,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 60.0
 IDLE_SECONDS = 5.0
+TENANTS_AT_ONCE = 16
+"""Whose models are collected at one step: half a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,13 @@ class LearntBefore:
 @dataclass
 class LearningCounts:
     """restored: tenants whose models were in the file. ignored: files that were damaged or
-    foreign. saved, failed: attempts to write.
+    foreign. unreadable: parts of a file, a tenant's or the classes, that were left out. saved,
+    failed: attempts to write.
     """
 
     restored: int = 0
     ignored: int = 0
+    unreadable: int = 0
     saved: int = 0
     failed: int = 0
 
@@ -75,6 +83,8 @@ class Learning:
         self._last_ended = (0, now())  # how many, and when there were not so many yet
         self._last_save = now()
         self._writer: threading.Thread | None = None
+        self._collected = Learnt(NO_CLASSES)
+        self._uncollected: Iterator[tuple[str, LearntAnswers]] | None = None
 
     def finished(self) -> None:
         """A request ended."""
@@ -85,12 +95,15 @@ class Learning:
         if not self._read:
             self._read = True
             return self._restored()
-        self._save_if_due()
+        if self._uncollected is not None:
+            self._collect()
+        else:
+            self._save_if_due()
         return []
 
     def restore(self, before: LearntBefore) -> None:
         """On every rank, at the same step."""
-        learnt = unpack(before.content)
+        learnt, self.counts.unreadable = unpack(before.content)
         if self._history.restore(learnt, TenantNames(before.key).name):
             self.counts.restored = len(learnt.answers)
 
@@ -108,6 +121,7 @@ class Learning:
             return []
         try:
             content = load(folder.learnt, folder.identity)
+            unreadable = 0 if content is None else unpack(content)[1]
         except (BadFile, OSError) as error:
             self.counts.ignored += 1
             why = error if isinstance(error, BadFile) else error.strerror
@@ -115,6 +129,13 @@ class Learning:
                 "sglang_hybrid: what was learnt before is not used: of %s, %s.", folder.learnt, why
             )
             return []
+        if unreadable:
+            logger.warning(
+                "sglang_hybrid: %d part%s of %s cannot be read; the others are used.",
+                unreadable,
+                "s" * (unreadable > 1),
+                folder.learnt,
+            )
         return [] if content is None else [LearntBefore(content, folder.key_for("tenants"))]
 
     def _save_if_due(self) -> None:
@@ -128,19 +149,35 @@ class Learning:
             self.save()
 
     def save(self) -> None:
-        """Write what is learnt now, unless the last writing is still under way."""
+        """Begin to write what is learnt now, unless the last writing is still under way."""
         folder = self._folder()
         if folder is None or (self._writer is not None and self._writer.is_alive()):
             return
         self._last_save, self._saved_ended = self._now(), self.ended
         names = TenantNames(folder.key_for("tenants"))
-        learnt: Any = self._history.export(names.name)
-        self._writer = threading.Thread(
-            target=self._write, args=(folder, learnt), name="hybrid-learnt", daemon=True
-        )
-        self._writer.start()
+        self._collected = Learnt(self._history.index.export())
+        self._uncollected = self._history.answers.export(names.name)
+        self._collect()
 
-    def _write(self, folder: RankFolder, learnt: Any) -> None:
+    def _collect(self) -> None:
+        """Take what was learnt of some more tenants; after the last one, all is written."""
+        assert self._uncollected is not None
+        some = list(islice(self._uncollected, TENANTS_AT_ONCE))
+        self._collected.answers.update(some)
+        if len(some) == TENANTS_AT_ONCE:  # more may follow
+            return
+        self._uncollected = None
+        folder = self._folder()
+        if folder is not None:
+            self._writer = threading.Thread(
+                target=self._write,
+                args=(folder, self._collected),
+                name="hybrid-learnt",
+                daemon=True,
+            )
+            self._writer.start()
+
+    def _write(self, folder: RankFolder, learnt: Learnt) -> None:
         try:
             if not folder.is_held:
                 return

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.parts import Parts
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.tuning import Tuning
-    from sglang_hybrid.core.returns.answers import Calibration
+    from sglang_hybrid.core.returns.answer_models import AnswerModels
     from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
 
 
@@ -54,11 +54,11 @@ class CacheReport:
         return dict(self._cache.tuning.in_force.options).get("alpha")
 
     @property
-    def calibration(self) -> Calibration | None:
-        """How true what was expected of answers has been; None where nothing is expected."""
+    def answers(self) -> AnswerModels | None:
+        """What answers tell of a return, by tenant; None where nothing is expected of them."""
         shadow_tree = self._parts.shadow_tree
         history = None if shadow_tree is None else shadow_tree.history
-        return None if history is None else history.calibration
+        return None if history is None else history.answers
 
     @property
     def schedule_stats(self) -> ScheduleStats | None:

@@ -103,7 +103,7 @@ def test_policies_without_a_history_hear_nothing(policy: str) -> None:
     it = server(policy)
     it.serve(run(40), run(3, 1), session=Hint.ENDS)
     it.cache.session_closed([it.arrive(run(40))])
-    assert it.cache.report.calibration is None
+    assert it.cache.report.answers is None
 
 
 def test_memory_for_answers_can_be_turned_off() -> None:

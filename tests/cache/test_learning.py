@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 
-from sglang_hybrid.cache.learning import IDLE_SECONDS, SAVE_SECONDS, Learning, LearntBefore
+from sglang_hybrid.cache.learning import (
+    IDLE_SECONDS,
+    SAVE_SECONDS,
+    TENANTS_AT_ONCE,
+    Learning,
+    LearntBefore,
+)
 from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns.history import History
+from sglang_hybrid.serving.tenants import TenantNames
 from sglang_hybrid.storage.disk.folder import RankFolder
+from sglang_hybrid.storage.disk.learnt_file import save
 from tests.storage.test_learnt_file import expectations, serve, taught
 
 
@@ -97,12 +105,47 @@ def test_it_is_saved_now_and_then_and_when_nothing_happens(store: Any) -> None:
     assert learning.counts.saved == 4
 
 
+def test_many_tenants_are_collected_a_few_at_a_step(store: Any) -> None:
+    """Those that come or go meanwhile change nothing for the others."""
+    history, clock = History(), Clock()
+    for number in range(2 * TENANTS_AT_ONCE + 1):
+        session = [number] * 40
+        for _ in range(2):
+            serve(history, clock, session, [2], f"tenant {number}")
+    learning, _ = make(history, store)
+    learning.poll()
+    learning.save()
+    learning.poll()
+    assert learning._writer is None
+    history._answers._drop((f"tenant {2 * TENANTS_AT_ONCE}", None))
+    serve(history, clock, [1], [2], "another tenant")
+    learning.poll()
+    wait_for(learning)
+    first, _ = make(History(), store)
+    first.restore(*first.poll())
+    assert first.counts.restored == 2 * TENANTS_AT_ONCE
+
+
 def test_a_bad_file_is_one_line_and_counted(store: Any, caplog: pytest.LogCaptureFixture) -> None:
     store.folder.learnt.write_bytes(b"nothing of ours")
     learning, _ = make(History(), store)
     assert learning.poll() == []
     assert learning.counts.ignored == 1
     assert len([r for r in caplog.records if "is not used" in r.message]) == 1
+
+
+def test_a_part_that_cannot_be_read_is_one_line_and_counted(
+    store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    learnt = taught(20)[0].export(TenantNames(store.folder.key_for("tenants")).name)
+    next(iter(learnt.answers.values())).numbers[-1] = -1.0
+    save(store.folder.learnt, store.folder.identity, learnt, 1.0)
+    learning, _ = make(History(), store)
+    (before,) = learning.poll()
+    assert len([r for r in caplog.records if "1 part of" in r.message]) == 1
+    learning.restore(before)
+    assert (learning.counts.restored, learning.counts.unreadable) == (1, 1)
+    assert learning.counts.ignored == 0
 
 
 def test_a_disk_that_refuses_is_one_line(store: Any, caplog: pytest.LogCaptureFixture) -> None:

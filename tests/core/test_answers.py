@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.records.nodes import Clock
+from sglang_hybrid.core.returns.answer_models import AnswerModels
 from sglang_hybrid.core.returns.answers import (
     EXPECTATIONS,
-    MODEL_BYTES,
     TOKENS_AT_EACH_END,
     WAITING,
+    Answer,
     AnswerModel,
-    AnswerModels,
     bucket_of,
     features_of,
 )
@@ -118,6 +118,14 @@ def test_patience_follows_the_returns_however_many_there_were(
     assert given_up.returned is False
 
 
+def test_what_another_model_gave_up_is_not_taken_back_from_this_one() -> None:
+    """A tenant's model was dropped for want of memory; an answer that it gave up returns late."""
+    late = Answer(features_of([1]), 0.0, 0.5, returned=False)
+    model = AnswerModel()
+    model.on_return(late, 1_000.0)
+    assert model.labels == [0, 1] and late.returned
+
+
 def test_answers_that_nobody_comes_back_to_are_bounded() -> None:
     """Without any return, nothing is known of how long to wait."""
     model = AnswerModel()
@@ -134,17 +142,6 @@ def test_the_same_requests_teach_the_same() -> None:
         agents(model, random.Random(3), 200, tells=True)
         found.append([model.predict(features_of([token])) for token in range(50)])
     assert found[0] == found[1]
-
-
-def test_models_are_apart_and_bounded() -> None:
-    models = AnswerModels(3 * MODEL_BYTES)
-    first = models.of("a")
-    for tenant in ("b", "a", "c", "d"):
-        models.of(tenant)
-    assert models.of("a") is first
-    forgotten = models.of("b")
-    assert forgotten is not None and forgotten.labels == [0, 0]
-    assert AnswerModels(0).of("a") is None
 
 
 def serve(

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import random
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_hybrid.core.records.nodes import Clock
-from sglang_hybrid.core.returns.answers import MODEL_BYTES
+from sglang_hybrid.core.returns.answer_models import LEAST_BYTES
+from sglang_hybrid.core.returns.answers import AnswerModel
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import History, Learnt, TimeUnit
 from sglang_hybrid.core.returns.history_tree import HistoryNode, fingerprint_tokens
 from sglang_hybrid.serving.tenants import TenantNames
 from sglang_hybrid.storage.disk.learnt_file import load, pack, save, unpack
 from sglang_hybrid.storage.disk.object_file import BadFile
+from tests.examples import examples
 
 GOODBYE = 7
 IDENTITY = "a" * 32
@@ -71,7 +77,8 @@ def test_a_restarted_server_expects_what_it_did(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     after, content = History(), load(path, IDENTITY)
     assert content is not None
-    learnt = unpack(content)
+    learnt, unreadable = unpack(content)
+    assert unreadable == 0
     assert after.restore(learnt, NAMES)
     before.index.rebuild()
     for reuse_class in learnt.classes.classes.tolist():
@@ -96,7 +103,7 @@ def test_nothing_changes_by_saving() -> None:
 
 def test_what_is_packed_is_unpacked() -> None:
     learnt = taught(120)[0].export(NAMES)
-    again = unpack(pack(learnt))
+    again, _ = unpack(pack(learnt))
     assert pack(again) == pack(learnt)
     assert set(again.answers) == names("ab")
     other = History()
@@ -105,14 +112,14 @@ def test_what_is_packed_is_unpacked() -> None:
 
 
 def test_models_that_were_saved_are_bounded() -> None:
-    learnt = taught(42, tenants="abcdef")[0].export(NAMES)
-    history = History(answer_bytes=3 * MODEL_BYTES)
+    """Those of tenants that were here last are kept until their memory is needed."""
+    learnt = taught(60, tenants="abcdef")[0].export(NAMES)
+    last_three = [learnt.answers[NAMES((tenant, None))].held_bytes for tenant in "def"]
+    history = History(answer_bytes=sum(last_three))
     history.restore(learnt, NAMES)
     assert set(history.export(NAMES).answers) == names("def")
-    clock = Clock()
-    for tenant in "xy":
-        serve(history, clock, [1] * 40, [2], tenant)
-    assert set(history.export(NAMES).answers) == names("fxy")
+    serve(history, Clock(), [1] * 40, [2], "x")
+    assert set(history.export(NAMES).answers) == names("ef")
     without = History(answer_bytes=0)
     without.restore(learnt, NAMES)
     assert without.export(NAMES).answers == {}
@@ -128,39 +135,149 @@ def names(tenants: str) -> set[str]:
     return {NAMES((tenant, None)) for tenant in tenants}
 
 
-def damaged(learnt: Learnt) -> list[bytes]:
-    """Contents with a right checksum that contradict themselves."""
-    import msgspec
-
-    found, owner = [], NAMES(("a", None))
-    for change in (
-        lambda it: it.update(shape=[1, 2, 3]),
-        lambda it: it["learnt"]["classes"].update(classes=b""),
-        lambda it: it["learnt"]["classes"].update(classes=np.arange(10**6).tobytes()),
-        lambda it: it["learnt"]["classes"]["long"].update(ended=bytes(8)),
-        lambda it: it["learnt"]["classes"]["long"].update(ended=bytes(7)),
-        lambda it: it["learnt"]["classes"]["short"].update(
-            unended=b"\xff" * len(it["learnt"]["classes"]["short"]["unended"])
-        ),
-        lambda it: it["learnt"]["answers"][owner].update(
-            weights=b"\xff" * len(it["learnt"]["answers"][owner]["weights"])
-        ),
-        lambda it: it["learnt"]["answers"][owner].update(features="no bytes"),
-        lambda it: it["learnt"]["answers"][owner].update(numbers=[1.0]),
-        lambda it: it["learnt"]["answers"][owner].update(hints=[1.0] * 99),
-        lambda it: it["learnt"].pop("classes"),
-        lambda it: it.pop("learnt"),
-    ):
-        content = msgspec.msgpack.decode(pack(learnt))
-        change(content)
-        found.append(msgspec.msgpack.encode(content))
-    return found
+Change = Callable[[Any], Any]
 
 
-def test_what_contradicts_itself_is_not_believed() -> None:
-    for content in [b"", b"\x93", *damaged(taught(20)[0].export(NAMES))]:
+def damaged(learnt: Learnt, change: Change) -> bytes:
+    """A content with a right checksum, changed so that it contradicts itself."""
+    content = msgspec.msgpack.decode(pack(learnt))
+    change(content)
+    return msgspec.msgpack.encode(content)
+
+
+def of_classes(change: Change) -> Change:
+    return lambda it: change(it["learnt"]["classes"])
+
+
+def of_a(change: Change) -> Change:
+    """Of what tenant a's answers have taught."""
+    return lambda it: change(it["learnt"]["answers"][NAMES(("a", None))])
+
+
+def number(name: str, value: float) -> Change:
+    """Another number of tenant a's model."""
+    at = [*AnswerModel.NUMBERS, "gone", "returned"].index(name)
+    return of_a(lambda it: it["numbers"].__setitem__(at, value))
+
+
+BAD_CLASSES = [
+    lambda it: it.update(shape=[1, 2, 3]),
+    lambda it: it["learnt"].pop("classes"),
+    of_classes(lambda it: it.update(classes=b"")),
+    of_classes(lambda it: it.update(classes=np.arange(10**6).tobytes())),
+    of_classes(lambda it: it["long"].update(ended=bytes(8))),
+    of_classes(lambda it: it["long"].update(ended=bytes(7))),
+    of_classes(lambda it: it["short"].update(unended=b"\xff" * len(it["short"]["unended"]))),
+]
+BAD_ANSWERS = [
+    lambda it: it["learnt"]["answers"].update({NAMES(("a", None)): None}),
+    of_a(lambda it: it.update(weights=b"\xff" * len(it["weights"]))),
+    of_a(lambda it: it.update(features="no bytes")),
+    of_a(lambda it: it.update(features=bytes(len(it["features"])))),
+    of_a(lambda it: it.update(squares=it["squares"][:-4])),
+    of_a(lambda it: it.update(numbers=[1.0])),
+    of_a(lambda it: it.update(hints=[1.0] * 99)),
+    of_a(lambda it: it.update(hints=[-1.0] * len(it["hints"]))),
+    of_a(lambda it: it.update(intervals=[-1.0])),
+    number("gone", -1.0),
+    number("_share", 1.5),
+    number("_weight", -2.0),
+    number("_patience", float("nan")),
+]
+
+
+@pytest.fixture(scope="module")
+def learnt() -> Learnt:
+    return taught(20)[0].export(NAMES)
+
+
+@pytest.mark.parametrize("at", range(len(BAD_ANSWERS)))
+def test_a_tenants_part_that_contradicts_itself_costs_no_other_part(
+    learnt: Learnt, at: int
+) -> None:
+    found, unreadable = unpack(damaged(learnt, BAD_ANSWERS[at]))
+    assert unreadable == 1 and set(found.answers) == names("b")
+    (b,) = names("b")
+    assert pack(found) == pack(Learnt(learnt.classes, {b: learnt.answers[b]}))
+    assert History().restore(found, NAMES)
+
+
+@pytest.mark.parametrize("at", range(len(BAD_CLASSES)))
+def test_classes_that_contradict_themselves_cost_no_tenant_anything(
+    learnt: Learnt, at: int
+) -> None:
+    found, unreadable = unpack(damaged(learnt, BAD_CLASSES[at]))
+    assert unreadable == 1 and set(found.answers) == names("ab")
+    after = History()
+    assert after.restore(found, NAMES)
+    assert not len(found.classes.classes) and not len(after.index.export().classes)
+
+
+def test_what_has_no_part_that_can_be_read_is_no_file(learnt: Learnt) -> None:
+    def spoil(it: Any) -> None:
+        BAD_CLASSES[0](it)
+        for answers in it["learnt"]["answers"].values():
+            answers.update(numbers=[])
+
+    for content in (b"", b"\x93", damaged(learnt, spoil), damaged(learnt, dict.clear)):
         with pytest.raises(BadFile):
             unpack(content)
+
+
+def test_an_answer_returns_late_whose_model_was_dropped() -> None:
+    """It was given up by a model that is no more, so this is not taken back from the new one."""
+    history, clock, tenant = History(), Clock(), ("a", None)
+    session, late = [1] * 40, [2] * 40
+    for _ in range(3):
+        serve(history, clock, session, [3], "a")
+    serve(history, clock, late, [4], "a")
+    clock.advance_to(100.0)
+    serve(history, clock, [5] * 40, [6], "a")
+    assert history.answers.of(tenant).labels[0]  # type: ignore[union-attr]
+    history._answers._drop(tenant)
+    serve(history, clock, late, [7], "a")
+    _, unreadable = unpack(pack(history.export(NAMES)))
+    assert unreadable == 0
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, 7),  # tenants
+        st.integers(0, 3),  # sessions of each
+        st.sampled_from([0.0, 0.001, 1.0, 40.0, 1e7]),  # seconds since the request before
+        st.sampled_from([0, 1, 30]),  # tokens of the answer
+        st.sampled_from([None, None, Hint.ENDS, Hint.RETURNS, Hint.after(0.01), Hint.after(6e5)]),
+        st.sampled_from([1, 1, 3, 20]),  # how often
+    ),
+    max_size=40,
+)
+
+
+@examples(20)
+@given(REQUESTS, st.sampled_from([0, LEAST_BYTES, 3 * LEAST_BYTES]), st.sampled_from(TimeUnit))
+def test_whatever_a_server_has_learnt_can_be_read(
+    requests: list[Any], answer_bytes: int, unit: TimeUnit
+) -> None:
+    """With models dropped and made anew, answers that return late, and times that stand still or
+    jump; also where another server goes on with it.
+    """
+    history, clock, stamp = History(unit, answer_bytes=answer_bytes), Clock(), 0.0
+    sessions: dict[tuple[int, int], list[int]] = {}
+    for server in range(2):
+        for at, (tenant, session, passed, tokens, hint, times) in enumerate(requests):
+            for again in range(times):
+                stamp += passed
+                clock.advance(stamp)
+                ids = sessions.setdefault((tenant, session), [tenant, session] * 30)
+                ids += [100 + at, 200 + again]
+                asked = len(ids)
+                ids += [9_000 + token % (at + 1) for token in range(tokens)]
+                history.observe(ids, asked, clock, tenant=(str(tenant), None), hint=hint)
+        learnt = history.export(NAMES)
+        found, unreadable = unpack(pack(learnt))
+        assert unreadable == 0 and pack(found) == pack(learnt)
+        history, sessions = History(unit, answer_bytes=answer_bytes), {}
+        assert history.restore(found, NAMES), server
 
 
 @pytest.mark.parametrize("where", [3, 40, 700, -1])

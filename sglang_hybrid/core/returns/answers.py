@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.returns.feature_weights import (
+    FEATURE_BYTES,
+    FIRST_SQUARES,
+    Features,
+    FeatureWeights,
+    Floats,
+)
 from sglang_hybrid.core.returns.hint_record import HintRecord
 from sglang_hybrid.core.returns.hints import Hint
 
@@ -26,7 +31,6 @@ WEIGHT_BITS = 16
 TOKENS_AT_EACH_END = 64
 RATE = 0.05
 DECAY = 1e-4
-FIRST_SQUARES = 0.1
 POSITIVES, NEGATIVES = 2_000, 1_000
 """Labelled answers of each sign that are kept for replays."""
 WAITING = 2_000
@@ -52,10 +56,13 @@ WAITS = (8.0, 64.0)
 """Seconds by which likely returns are told apart where a client's hint said when."""
 BUCKETS = EXPECTATIONS + 1 + len(WAITS)
 """What `bucket_of` returns is less."""
-MODEL_BYTES = 3 << 20
-"""Of one tenant: weights, sums of squares and answers."""
-
-Features = npt.NDArray[np.uint16]
+MODEL_BYTES = 8 << 10
+"""Of a model, as it begins."""
+ANSWER_BYTES = 500
+"""Of what is known of an answer."""
+INTERVAL_BYTES = 32
+LEARNT_BYTES = 2 << 10
+"""Of what a model has learnt (`LearntAnswers`), beside its features and intervals."""
 
 
 def features_of(answer: npt.ArrayLike) -> Features:
@@ -140,6 +147,12 @@ class LearntAnswers:
     intervals: list[float]
     hints: list[float]
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes."""
+        parts = FEATURE_BYTES * len(self.features) + INTERVAL_BYTES * len(self.intervals)
+        return LEARNT_BYTES + parts
+
 
 class Calibration:
     """How expected probabilities of a return compare with what happened, over all tenants.
@@ -176,8 +189,7 @@ class AnswerModel:
     def __init__(self, calibration: Calibration | None = None, seed: int = 0) -> None:
         self.hints = HintRecord()
         self._calibration = calibration or Calibration()
-        self._weights = np.zeros(1 << WEIGHT_BITS, dtype=np.float32)
-        self._squares = np.full(1 << WEIGHT_BITS, FIRST_SQUARES, dtype=np.float32)
+        self._weights = FeatureWeights()
         self._bias = 0.0
         self._bias_squares = FIRST_SQUARES
         self._random = random.Random(seed)
@@ -192,6 +204,32 @@ class AnswerModel:
         self.labels = [0, 0]  # of each sign so far, those taken back left out
 
     @property
+    def has_learnt(self) -> bool:
+        """Whether it is known of any answer if a return followed it."""
+        return any(self.labels)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the model takes, as the constants above count it."""
+        answers = len(self._open) + len(self._positives) + len(self._negatives)
+        return (
+            MODEL_BYTES
+            + self._weights.held_bytes
+            + ANSWER_BYTES * answers
+            + INTERVAL_BYTES * len(self._intervals)
+        )
+
+    def forget_half(self) -> None:
+        """Forget half of what takes memory: the older answers and intervals, and the features that
+        examples have changed least. Of an answer that waited for a return it will not be known if
+        none came.
+        """
+        for kept in (self._open, self._positives, self._negatives, self._intervals):
+            for _ in range((len(kept) + 1) // 2):
+                kept.popleft()
+        self._weights.forget_half()
+
+    @property
     def can_predict(self) -> bool:
         """Whether predictions have been better than the mere share of answers with a return."""
         return min(self.labels) >= LEAST_LABELS and self._gain > max(EVIDENCE, GAIN * self._weight)
@@ -200,7 +238,7 @@ class AnswerModel:
         """The probability of a return after an answer with these features."""
         return self._probability(self._weights.take(features))
 
-    def _probability(self, weights: npt.NDArray[np.float32]) -> float:
+    def _probability(self, weights: Floats) -> float:
         """What `predict` returns for features with these weights."""
         score = self._bias + float(np.add.reduce(weights))
         return 1 / (1 + math.exp(-min(max(score, -30.0), 30.0)))
@@ -237,12 +275,12 @@ class AnswerModel:
 
     def on_return(self, answer: Answer, time: float) -> None:
         """A request resumed from a position of `answer`. If the answer had been given up, that is
-        taken back.
+        taken back. It may have been another model of the tenant that gave it up, which is no more.
         """
         if answer.returned:
             return
         if answer.returned is False:
-            self.labels[0] -= 1
+            self.labels[0] = max(self.labels[0] - 1, 0)
             self._calibration.judge(answer, -1)
             self.hints.retract(answer.hint)
         answer.returned = True
@@ -267,11 +305,8 @@ class AnswerModel:
 
     def export(self) -> LearntAnswers:
         """What the model has learnt, without the answers themselves."""
-        features = (self._squares != FIRST_SQUARES).nonzero()[0].astype(np.uint16)
         return LearntAnswers(
-            features,
-            self._weights[features],
-            self._squares[features],
+            *self._weights.learnt(),
             [float(getattr(self, name)) for name in self.NUMBERS] + [float(n) for n in self.labels],
             list(self._intervals),
             self.hints.as_list(),
@@ -282,8 +317,7 @@ class AnswerModel:
         if len(learnt.numbers) != len(self.NUMBERS) + 2:
             raise ValueError(f"a model has {len(self.NUMBERS) + 2} numbers")
         self.hints.restore(learnt.hints)
-        self._weights[learnt.features] = learnt.weights
-        self._squares[learnt.features] = learnt.squares
+        self._weights.restore(learnt.features, learnt.weights, learnt.squares)
         for name, value in zip(self.NUMBERS, learnt.numbers, strict=False):
             setattr(self, name, value)
         self.labels = [int(number) for number in learnt.numbers[-2:]]
@@ -310,56 +344,14 @@ class AnswerModel:
                 self._step(kept[self._random.randrange(len(kept))])
 
     def _step(self, answer: Answer) -> None:
-        # Numpy indexes by these: 16 bits would be converted at each of the four uses.
-        at = answer.features.astype(np.intp)
-        weights = self._weights.take(at)
+        learnt = self._weights
+        at = learnt.rows(answer.features)
+        weights = learnt.weights.take(at)
         error = self._probability(weights) - float(bool(answer.returned))
         gradient = error + DECAY * weights
-        squares = self._squares.take(at)
+        squares = learnt.squares.take(at)
         squares += gradient * gradient
-        self._squares[at] = squares
-        self._weights[at] = weights - RATE * gradient / np.sqrt(squares)
+        learnt.squares[at] = squares
+        learnt.weights[at] = weights - RATE * gradient / np.sqrt(squares)
         self._bias_squares += error * error
         self._bias -= RATE * error / self._bias_squares**0.5
-
-
-class AnswerModels:
-    """A model for each tenant, within `max_bytes` in all. The model of the tenant that was absent
-    longest is dropped first.
-    """
-
-    def __init__(self, max_bytes: int = 64 << 20) -> None:
-        self._most = max_bytes // MODEL_BYTES
-        self._models: OrderedDict[Hashable, AnswerModel] = OrderedDict()
-        self._saved: dict[str, LearntAnswers] = {}  # of tenants that did not come yet
-        self._name_of: Callable[[Any], str] = repr
-        self.calibration = Calibration()
-
-    def of(self, tenant: Hashable) -> AnswerModel | None:
-        """The model of `tenant`, which counts as present now; None where no model may be kept."""
-        if self._most < 1:
-            return None
-        model = self._models.pop(tenant, None) or self._new(tenant)
-        self._models[tenant] = model
-        while self._saved and len(self._models) + len(self._saved) > self._most:
-            del self._saved[next(iter(self._saved))]
-        while len(self._models) > self._most:
-            self._models.popitem(last=False)
-        return model
-
-    def _new(self, tenant: Hashable) -> AnswerModel:
-        model = AnswerModel(self.calibration)
-        saved = self._saved.pop(self._name_of(tenant), None) if self._saved else None
-        if saved is not None:
-            model.restore(saved)
-        return model
-
-    def export(self, name_of: Callable[[Any], str]) -> dict[str, LearntAnswers]:
-        """All tenants' models by their names, with those that were restored and not used yet."""
-        models = {name_of(tenant): model.export() for tenant, model in self._models.items()}
-        return self._saved | models
-
-    def restore(self, saved: dict[str, LearntAnswers], name_of: Callable[[Any], str]) -> None:
-        """Use these for the models of tenants that have not come yet."""
-        self._name_of = name_of
-        self._saved = dict(list(saved.items())[-self._most :]) if self._most else {}

@@ -75,13 +75,16 @@ class HintRecord:
         ]
 
     def restore(self, values: list[float]) -> None:
-        """What `as_list` gave. Raises ValueError for another number of values."""
+        """What `as_list` gave. Raises ValueError for values that no record has."""
         kinds = len(FIRST_BELIEF)
         if len(values) != 2 * kinds + 3:
             raise ValueError(f"a record of hints has {2 * kinds + 3} values, not {len(values)}")
-        self._given = dict(zip(FIRST_BELIEF, values, strict=False))
-        self._returned = dict(zip(FIRST_BELIEF, values[kinds:], strict=False))
-        self.times.weight, self.times.octaves, self.times.squares = values[2 * kinds :]
+        *counts, weight, octaves, squares = values
+        if not all(0 <= one < math.inf for one in (*counts, weight, squares, abs(octaves))):
+            raise ValueError(f"a record of hints has sums that are not below 0, not {values}")
+        self._given = dict(zip(FIRST_BELIEF, counts, strict=False))
+        self._returned = dict(zip(FIRST_BELIEF, counts[kinds:], strict=False))
+        self.times.weight, self.times.octaves, self.times.squares = weight, octaves, squares
 
 
 class SaidTimes:

@@ -26,7 +26,8 @@ import numpy.typing as npt
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.core.records.shares import Shares, payer_of
-from sglang_hybrid.core.returns.answers import Answer, AnswerModels, Calibration, LearntAnswers
+from sglang_hybrid.core.returns.answer_models import AnswerModels
+from sglang_hybrid.core.returns.answers import Answer, AnswerModel, LearntAnswers
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history_tree import (
     NO_INTERVAL,
@@ -109,9 +110,9 @@ class History:
 
     time_unit: what ages are counted in. max_offset: a checkpoint less than this many tokens above a
     history node serves the returns to that node. page_size: positions of checkpoints are rounded
-    down to multiples of it. answer_bytes: memory for what is learnt from answers and hints, 3 MiB
-    for each tenant; with 0 nothing is. answers_count: False: what was learnt from them is not used
-    for new answers.
+    down to multiples of it. answer_bytes: memory for what is learnt from answers and hints, of all
+    tenants; with 0 nothing is. answers_count: False: what was learnt from them is not used for new
+    answers.
     """
 
     def __init__(
@@ -141,9 +142,9 @@ class History:
         return self._shares.total
 
     @property
-    def calibration(self) -> Calibration:
-        """How well the expected probabilities of a return matched what happened."""
-        return self._answers.calibration
+    def answers(self) -> AnswerModels:
+        """What each tenant's answers tell of a return, to be read only."""
+        return self._answers
 
     def tree(self, tenant: Hashable = None) -> HistoryTree:
         """The sequences of `tenant`, to be read only."""
@@ -256,6 +257,19 @@ class History:
         model = self._answers.of(tenant)
         if model is None:
             return None
+        answer = self._teach(model, reused, answer_ids, now, hint)
+        self._answers.on_change(tenant)
+        return answer
+
+    def _teach(
+        self,
+        model: AnswerModel,
+        reused: HistoryNode | None,
+        answer_ids: npt.NDArray[Any],
+        now: float,
+        hint: Hint | None,
+    ) -> Answer | None:
+        """`_learn_from_answer` with the tenant's model."""
         if reused is not None and reused.last is not None:
             model.on_return(reused.last, now)
         model.give_up(now)
@@ -285,10 +299,12 @@ class History:
         observed sequence is `tokens` [n]. Nothing happens if that sequence was forgotten, or if a
         later request resumed from it.
         """
-        model = self._answers.of(tenant) if self.answers_count else None
         path, _ = self.tree(tenant).walk(fingerprint_tokens(tokens), [])
         answer = path[-1].last if path else None
-        if model is None or answer is None or answer.returned is not None:
+        if answer is None or answer.returned is not None or not self.answers_count:
+            return
+        model = self._answers.of(tenant)
+        if model is None:
             return
         said = answer.hint = self._in_its_time(hint)
         answer.expected, answer.wait = model.expect(answer.features, said), model.wait(said)
@@ -300,7 +316,7 @@ class History:
         """What a restarted server can begin with. name_of: the name of a tenant there. Changes
         nothing.
         """
-        return Learnt(self.index.export(), self._answers.export(name_of))
+        return Learnt(self.index.export(), dict(self._answers.export(name_of)))
 
     def restore(self, learnt: Learnt, name_of: Callable[[Any], str]) -> bool:
         """Begin with what an earlier server has learnt; False if requests were seen before."""

@@ -14,7 +14,7 @@ from sglang_hybrid.serving.telemetry.tiers import tier_metrics
 
 if TYPE_CHECKING:
     from sglang_hybrid.core.memory.account import MemoryAccount
-    from sglang_hybrid.core.returns.answers import Calibration
+    from sglang_hybrid.core.returns.answer_models import AnswerModels
     from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
     from sglang_hybrid.serving.telemetry.stats import CacheStats
     from sglang_hybrid.serving.telemetry.tiers import TierStats
@@ -59,7 +59,7 @@ class HasStats(Protocol):
     def tuner_counts(self) -> Mapping[str, float]: ...
 
     @property
-    def calibration(self) -> Calibration | None: ...
+    def answers(self) -> AnswerModels | None: ...
 
     account: MemoryAccount | None  # of one memory
     tier_stats: TierStats | None  # None where there are no tiers
@@ -71,8 +71,8 @@ class HasStats(Protocol):
 def cache_metrics(cache: HasStats) -> Metrics:
     """All metrics of one cache; `update` brings them up to its counts."""
     metrics = [*_totals(cache), *_policy(cache)]
-    if cache.calibration is not None:
-        metrics += answer_metrics(cache.calibration)
+    if cache.answers is not None:
+        metrics += answer_metrics(cache.answers)
     if cache.account is not None:
         metrics += memory_metrics(cache.account)
     if cache.tier_stats is not None:
@@ -127,10 +127,12 @@ def _policy(cache: HasStats) -> Iterator[Metric]:
     yield Metric(PREFIX + "alpha", "Marconi's alpha in force.", alpha, is_gauge=True)
 
 
-def answer_metrics(seen: Calibration) -> Iterator[Metric]:
-    """What was expected of answers, against what happened. Gauges, since an answer that was given
-    up may be returned to after all.
+def answer_metrics(models: AnswerModels) -> Iterator[Metric]:
+    """What was expected of answers, against what happened: gauges, since an answer that was given
+    up may be returned to after all. And how many tenants' models there are, and what was forgotten
+    of them where memory was short.
     """
+    seen = models.calibration
 
     def answers() -> Mapping[tuple[str, str], float]:
         returned = {(name, "yes"): seen.returned[at] for at, name in enumerate(EXPECTED)}
@@ -151,6 +153,15 @@ def answer_metrics(seen: Calibration) -> Iterator[Metric]:
         lambda: dict(zip(EXPECTED[1:], seen.expected[1:], strict=True)),
         ("expected",),
         is_gauge=True,
+    )
+    about = "Tenants of whose answers something is kept."
+    yield Metric(PREFIX + "answers_tenants", about, lambda: len(models), is_gauge=True)
+    yield Metric(
+        PREFIX + "answers_forgotten",
+        "Times that memory for answers was short: half of what was learnt of a tenant was "
+        "forgotten (halved), or all of it (dropped).",
+        lambda: models.counts,
+        ("part",),
     )
 
 

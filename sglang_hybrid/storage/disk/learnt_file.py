@@ -2,25 +2,21 @@
 
 The file is one object as `object_file.py` writes them: mode 0600, whole or not there, with a
 checksum over the content and the identity of model and settings. The content is msgpack of the
-dataclasses of core/returns (`history.Learnt`), with arrays as their bytes.
+dataclasses of core/returns (`history.Learnt`), with arrays as their bytes. It has parts: the
+classes, and the answers of each tenant. A part that cannot be read costs no other part.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
-from sglang_hybrid.core.returns.answers import (
-    FIRST_SQUARES,
-    INTERVALS,
-    WEIGHT_BITS,
-    AnswerModel,
-    LearntAnswers,
-)
+from sglang_hybrid.core.returns.answers import INTERVALS, AnswerModel, LearntAnswers
+from sglang_hybrid.core.returns.feature_weights import FIRST_SQUARES
 from sglang_hybrid.core.returns.hazards import BINS, CLASSES, SHAPE
 from sglang_hybrid.core.returns.hint_record import HintRecord
 from sglang_hybrid.core.returns.history import Learnt
@@ -41,6 +37,20 @@ class _LearntContent:
     learnt: Learnt
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """A `Learnt` whose parts may be anything."""
+
+    classes: Any = None
+    answers: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _ContentInParts:
+    shape: list[int]
+    learnt: _Parts
+
+
 def encode_arrays(content: object) -> bytes:
     """A dataclass of numbers, texts and arrays as msgpack; an array is its bytes."""
     return msgspec.msgpack.encode(content, enc_hook=np.ndarray.tobytes)
@@ -56,6 +66,14 @@ def decode_arrays(packed: bytes, kind: type[Content]) -> Content:
         raise BadFile("its content cannot be read") from error
 
 
+def _decode_part(part: Any, kind: type[Content]) -> Content:
+    """`decode_arrays` for what has been decoded without types."""
+    try:
+        return msgspec.convert(part, kind, dec_hook=_array)
+    except msgspec.ValidationError as error:
+        raise BadFile("a part of its content cannot be read") from error
+
+
 def _array(kind: Any, content: bytes) -> np.ndarray[Any, Any]:
     """An array of type `kind`, `numpy.ndarray[shape, numpy.dtype[number]]`."""
     (number,) = get_args(get_args(kind)[1])
@@ -67,18 +85,26 @@ def pack(learnt: Learnt) -> bytes:
     return encode_arrays(_LearntContent(CLASS_SHAPE, learnt))
 
 
-def unpack(content: bytes) -> Learnt:
-    """What `pack` was given. Nothing of it is believed that can be checked. Raises BadFile."""
-    it = decode_arrays(content, _LearntContent)
-    if it.shape != CLASS_SHAPE:
-        raise BadFile("it counts other classes")
-    classes = checked_classes(it.learnt.classes)
+def unpack(content: bytes) -> tuple[Learnt, int]:
+    """What `pack` was given, as far as it can be read, and how many parts of it cannot. Nothing is
+    believed that can be checked. Raises BadFile where nothing can be read.
+    """
+    whole = decode_arrays(content, _ContentInParts)
+    classes, answers, unreadable = NO_CLASSES, {}, list[BadFile]()
     try:
-        for answers in it.learnt.answers.values():
-            _check_answers(answers)
-    except (ValueError, OverflowError) as error:
-        raise BadFile("its content contradicts itself") from error
-    return Learnt(classes, it.learnt.answers)
+        if whole.shape != CLASS_SHAPE:
+            raise BadFile("it counts other classes")
+        classes = checked_classes(_decode_part(whole.learnt.classes, LearntClasses))
+    except BadFile as error:
+        unreadable.append(error)
+    for tenant, part in whole.learnt.answers.items():
+        try:
+            answers[tenant] = _checked_answers(_decode_part(part, LearntAnswers))
+        except BadFile as error:
+            unreadable.append(error)
+    if len(unreadable) == 1 + len(whole.learnt.answers):
+        raise unreadable[0]
+    return Learnt(classes, answers), len(unreadable)
 
 
 def checked_classes(flat: LearntClasses) -> LearntClasses:
@@ -94,6 +120,14 @@ def checked_classes(flat: LearntClasses) -> LearntClasses:
         )
     except (ValueError, OverflowError) as error:
         raise BadFile("its content contradicts itself") from error
+
+
+def _no_counts() -> LearntCounts:
+    none = np.zeros((0, BINS))
+    return LearntCounts(np.zeros(0, dtype=np.int64), none, none)
+
+
+NO_CLASSES = LearntClasses(np.zeros(0, dtype=np.int64), _no_counts(), _no_counts())
 
 
 def _demand(true: bool) -> None:
@@ -115,19 +149,29 @@ def _counts(flat: LearntCounts, classes: int) -> LearntCounts:
     return replace(flat, ended=flat.ended.reshape(shape), unended=flat.unended.reshape(shape))
 
 
+def _checked_answers(answers: LearntAnswers) -> LearntAnswers:
+    """`answers`, if they are what a model can have learnt. Raises BadFile."""
+    try:
+        _check_answers(answers)
+    except (ValueError, OverflowError) as error:
+        raise BadFile("its content contradicts itself") from error
+    return answers
+
+
 def _check_answers(answers: LearntAnswers) -> None:
     count = len(answers.features)
-    _demand(count <= 1 << WEIGHT_BITS and len(answers.intervals) <= INTERVALS)
+    _demand(bool((answers.features[1:] > answers.features[:-1]).all()))
+    _demand(len(answers.intervals) <= INTERVALS)
     _demand_numbers(answers.weights, count, -np.inf)
     _demand_numbers(answers.squares, count, 0.99 * FIRST_SQUARES)
     _demand_numbers(answers.intervals, len(answers.intervals), 0)
-    numbers, patience = answers.numbers, AnswerModel.NUMBERS.index("_patience")
-    known = len(AnswerModel.NUMBERS) + 2
-    _demand(len(numbers) == known and numbers[patience] > 0)  # it may be infinite
-    _demand_numbers([n for at, n in enumerate(numbers) if at != patience], known - 1, -np.inf)
-    _demand(numbers[1] >= 0.99 * FIRST_SQUARES and min(numbers[-2:]) >= 0)
-    _demand(0 <= numbers[AnswerModel.NUMBERS.index("_share")] <= 1)
-    _demand_numbers(answers.hints, len(HintRecord().as_list()), -np.inf)
+    _demand(len(answers.numbers) == len(AnswerModel.NUMBERS) + 2)
+    numbers = dict(zip(AnswerModel.NUMBERS, answers.numbers, strict=False))
+    _demand(numbers.pop("_patience") >= 0)  # it may be infinite
+    _demand_numbers(list(numbers.values()), len(numbers), -np.inf)
+    _demand(numbers["_bias_squares"] >= 0.99 * FIRST_SQUARES and numbers["_weight"] >= 0)
+    _demand(0 <= numbers["_share"] <= 1)
+    _demand_numbers(answers.numbers[-2:], 2, 0)
     HintRecord().restore(answers.hints)
 
 
@@ -140,7 +184,4 @@ def load(path: Path, identity: str) -> bytes | None:
     """The packed content of the file, None if there is no file. Raises BadFile for a file that is
     not whole or belongs to something else; OSError.
     """
-    content = read_single(path, identity, KIND)
-    if content is not None:
-        unpack(content)
-    return content
+    return read_single(path, identity, KIND)

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.core.queue.waiting import Bound, Prospect, ReuseKind, Waiting
-from sglang_hybrid.core.returns.answers import Answer, Calibration
+from sglang_hybrid.core.returns.answer_models import AnswerModels
+from sglang_hybrid.core.returns.answers import Answer
 from sglang_hybrid.serving.telemetry.metric import Metrics
 from sglang_hybrid.serving.telemetry.metrics import answer_metrics, cache_metrics, memory_metrics
 from sglang_hybrid.serving.telemetry.schedule import ScheduleStats, schedule_metrics
@@ -55,7 +56,7 @@ class Cache:
     def __init__(self, policy: str = "reuse", alpha: float | None = None, **tuner: float) -> None:
         self.stats = CacheStats()
         self.policy_name, self.alpha, self.tuner_counts = policy, alpha, tuner
-        self.account = self.schedule_stats = self.calibration = self.tier_stats = None
+        self.account = self.schedule_stats = self.answers = self.tier_stats = None
 
 
 def test_counters_follow_the_counts(registry: CollectorRegistry) -> None:
@@ -139,12 +140,15 @@ def test_one_memory_is_shown(registry: CollectorRegistry) -> None:
 
 
 def test_what_was_expected_of_answers_is_shown(registry: CollectorRegistry) -> None:
-    seen = Calibration()
-    metrics = Metrics(answer_metrics(seen))
+    models = AnswerModels()
+    seen = models.calibration
+    metrics = Metrics(answer_metrics(models))
     for expected, returned in ((None, True), (0.9, True), (0.95, False), (0.1, False)):
         answer = Answer([], 0.0, 0.5, None, expected, returned=returned)
         seen.judge(answer)
     seen.judge(answer, -1)
+    models.of("a")
+    models.counts["halved"] += 2
     metrics.update()
     assert shows(
         registry,
@@ -154,6 +158,9 @@ def test_what_was_expected_of_answers_is_shown(registry: CollectorRegistry) -> N
             "answers[likely][no]": 1,
             "answers[unlikely][no]": 0,
             "answers_expected_returns[likely]": 1.85,
+            "answers_tenants": 1,
+            "answers_forgotten_total[halved]": 2,
+            "answers_forgotten_total[dropped]": 0,
         },
     )
     assert "answers_expected_returns[nothing]" not in shown(registry)
