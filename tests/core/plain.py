@@ -8,6 +8,9 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.returns.hazards import reuse_class_of
+from sglang_hybrid.core.tiers.places import copies_of
+from sglang_hybrid.core.tiers.rates import Tier
+from sglang_hybrid.core.tiers.tier_pool import TierPool
 from sglang_hybrid.core.victims.eviction import Lru, Marconi, Policy, Reuse, SegLen
 from sglang_hybrid.core.victims.pool import Scarce
 
@@ -135,6 +138,50 @@ def textbook_marconi(candidates: list[Facts], alpha: float) -> dict[int, float]:
         facts.node.id: r + alpha * e
         for facts, r, e in zip(candidates, recency, efficiency, strict=True)
     }
+
+
+def plain_evictions(pool: TierPool) -> list[tuple[Node, bool, int]]:
+    """What a pool would evict, one after the other: each node, if it has a score, and the bytes of
+    its own unit and of the KV above it that only led to what is gone.
+    """
+    pool.candidates()  # everything is described
+    table, gone = pool._candidates, set[Node]()
+    scores = pool.policy.scores(table, pool.clock).tolist() if len(table) else []
+    scored = [table.nodes[row] for row in sorted(range(len(table)), key=lambda row: scores[row])]
+    order = [(node, False) for node in pool._stateless.nodes] + [(node, True) for node in scored]
+    return [(node, has_score, _gives_back(pool, node, gone)) for node, has_score in order]
+
+
+def plain_next_victims(evictions: list[tuple[Node, bool, int]], needed: int) -> list[Node]:
+    """Those with a score among the first that together free so many bytes."""
+    found = []
+    for node, has_score, freed in evictions:
+        if needed <= 0:
+            break
+        needed -= freed
+        if has_score:
+            found.append(node)
+    return found
+
+
+def _gives_back(pool: TierPool, node: Node, gone: set[Node]) -> int:
+    unit, freed = pool.unit(node), pool._weigh(node)[0]
+    if pool.scarce is Scarce.STATES or unit is None or not unit.kv:
+        return freed
+    gone.add(node)
+    above = node.parent
+    while above is not None and _only_leads_to(pool.tier, above, gone):
+        gone.add(above)
+        freed += pool.cost.bytes_in(pool.tier, above.tokens, 0)
+        above = above.parent
+    return freed
+
+
+def _only_leads_to(tier: Tier, node: Node, gone: set[Node]) -> bool:
+    copies = copies_of(node)
+    if node.parent is None or node.has_state or node.kv_locked or copies.is_pinned(tier):
+        return False
+    return all(child in gone for child in node.children.values() if copies_of(child).has_kv(tier))
 
 
 class PaperLru(Lru):

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from itertools import accumulate
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.returns.history import History
-from sglang_hybrid.core.tiers.places import Placement, copies_of
+from sglang_hybrid.core.tiers.places import Placement, copies_of, was_refused
 from sglang_hybrid.core.tiers.rates import Link, Rates, Speeds, Tier
 from sglang_hybrid.core.tiers.tier_pool import TierPool
+from sglang_hybrid.core.tiers.writes import refuse
 from sglang_hybrid.core.victims.eviction import Lru, Marconi, Policy, Reuse
 from sglang_hybrid.core.victims.pool import Scarce
+from tests.core.plain import plain_evictions, plain_next_victims
+from tests.examples import examples
 
 COST = CostModel.paper_7b()
 SPEEDS = Speeds.of(2.6e14, host=Link(25e9), disk=Link(3e9))
@@ -213,3 +222,107 @@ def test_the_kv_that_only_a_leaf_keeps_counts_among_what_goes_with_it(scarce: Sc
     assert pool.next_victims(kv + states + 1) == [*answers, other]
     cache.tree.lock(shared, kv=True, state=False)
     assert pool.next_victims(kv + states) == [*answers, other]
+
+
+def test_a_state_that_goes_alone_frees_no_kv_above_it() -> None:
+    """What continues its node still needs that."""
+    cache = Cache(Lru())
+    node = cache.leaf(500, DEVICE)
+    cache.tree.split(node, 200, "head", "tail")
+    leaf = cache.leaf(300, DEVICE, parent=node)
+    assert cache.device.next_victims(COST.state_bytes) == [node]
+    assert cache.device.next_victims(COST.state_bytes + 1) == [node, leaf]
+
+
+ALL = (
+    "add",
+    "add",
+    "grow",
+    "split",
+    "split",
+    "copy",
+    "drop",
+    "evict",
+    "state",
+    "lose",
+    "hit",
+    "lock",
+    "pin",
+    "refuse",
+)
+CHANGES = st.tuples(st.sampled_from(ALL), st.integers(0, 60), st.integers(1, 900), st.booleans())
+
+
+def change(cache: Cache, what: str, node: Node, number: int, flag: bool) -> None:
+    """One thing that may happen to a tree in two tiers."""
+    tree, placement = cache.tree, cache.placement
+    copies = copies_of(node)
+    if what == "add":
+        cache.leaf(number, DEVICE, parent=node if flag else None)
+    elif what == "grow":  # without a state
+        tree.clock.advance()
+        placement.add_kv(tree.add(node, ("grown", tree.clock.tick), number), DEVICE)
+    elif what == "split" and node.tokens > 1:
+        head = tree.split(node, 1 + number % (node.tokens - 1), ("head", node.id), "tail")
+        assert copies_of(head).kv == copies.kv
+    elif what == "copy":
+        placement.add_kv(node, HOST)
+        if copies.has_state(DEVICE) and flag:
+            placement.add_state(node, HOST)
+    elif what == "drop" and not copies.is_pinned(HOST):
+        placement.drop_state(node, HOST)
+        if copies.kv != 1 << HOST and not copies.kv_children[HOST]:
+            placement.drop_kv(node, HOST)
+    elif what == "evict" and not copies.kv_children[DEVICE]:
+        placement.drop_state(node, DEVICE)
+        if copies.has_kv(HOST):
+            placement.drop_kv(node, DEVICE)
+        elif not node.children:
+            placement.drop_kv(node, DEVICE)
+            tree.remove(node)
+    elif what == "state" and copies.has_kv(DEVICE):
+        tree.give_state(node, Kind.BRANCH)
+        placement.add_state(node, DEVICE)
+    elif what == "lose":
+        placement.drop_state(node, DEVICE)
+    elif what == "hit":
+        tree.clock.advance()
+        tree.hit(node)
+    elif what == "lock":
+        tree.lock(node, kv=flag, state=flag and number % 2 == 0)
+    elif what == "pin":
+        placement.pin(node, (DEVICE, HOST)[number % 2], flag)
+    elif what == "refuse":
+        refuse(node)
+
+
+@pytest.mark.parametrize("scarce", list(Scarce))
+@pytest.mark.parametrize("make_policy", [Lru, lambda: Marconi(1.0), lambda: Marconi(EFFICIENCY)])
+@examples(20)
+@given(st.lists(CHANGES, max_size=40), st.randoms(use_true_random=False))
+def test_the_next_victims_are_those_that_would_go_one_by_one(
+    make_policy: Callable[[], Policy],
+    scarce: Scarce,
+    changes: list[tuple[str, int, int, bool]],
+    rng: random.Random,
+) -> None:
+    """And those of them that may be copied are those of which the host lacks something."""
+    cache = Cache(Lru())
+    pool = TierPool(DEVICE, scarce, COST, make_policy(), cache.tree.clock, cache.rates)
+    cache.tree.listen(pool)
+    for what, which, number, flag in changes:
+        nodes = list(cache.tree.walk()) or [cache.leaf(100, DEVICE)]
+        change(cache, what, nodes[which % len(nodes)], number, flag)
+        evictions = plain_evictions(pool)
+        sums = [0, *accumulate(freed for _, _, freed in evictions)]
+        for needed in {rng.choice(sums) + rng.choice((-1, 0, 1)), sums[-1] + 1}:
+            expected = plain_next_victims(evictions, needed)
+            assert pool.next_victims(needed) == expected
+            lacking = [node for node in expected if not was_refused(node) and lacks(node)]
+            assert list(pool.next_uncopied(needed)) == lacking
+            assert list(pool.next_uncopied(needed)) == lacking, "asking changes nothing"
+
+
+def lacks(node: Node) -> bool:
+    copies = copies_of(node)
+    return not copies.has_kv(HOST) or (copies.has_state(DEVICE) and not copies.has_state(HOST))

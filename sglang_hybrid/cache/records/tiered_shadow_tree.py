@@ -7,7 +7,7 @@ the tree core and the components call it wherever a copy comes or goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -142,17 +142,14 @@ class TieredShadowTree(ShadowTree):
         record = pool.victim(last_resort=True)
         return None if record is None else record.payload
 
-    def next_victims(self, needed: Callable[[Scarce], int]) -> list[UnifiedTreeNode]:
+    def next_uncopied(self, needed: Callable[[Scarce], int]) -> Iterator[UnifiedTreeNode]:
         """Nodes that the device would give up next, until each of its pools has given back as many
-        bytes as are needed of what is scarce there.
+        bytes as are needed of what is scarce there, and of which the host lacks something.
         """
-        found = [
-            record
-            for pool in super().pools
-            if isinstance(pool, TierPool)
-            for record in pool.next_victims(needed(pool.scarce))
-        ]
-        return [record.payload for record in dict.fromkeys(found)]
+        for pool in super().pools:
+            assert isinstance(pool, TierPool)
+            for record in pool.next_uncopied(needed(pool.scarce)):
+                yield record.payload
 
     # Whether it is all true.
 

@@ -70,7 +70,7 @@ class Offload:
             return
         if self._nothing_new():
             return
-        for node in cache.shadow_tree.next_victims(self.needed):
+        for node in cache.shadow_tree.next_uncopied(self.needed):
             if cache.copy_to_host(node):
                 cache.tier_stats.offloaded += 1
                 self._looked = None

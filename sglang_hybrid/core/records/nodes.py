@@ -141,3 +141,10 @@ def anchor(node: Node) -> Node | None:
     while above is not None and not above.has_state:
         above = above.parent
     return above
+
+
+def root_of(node: Node) -> Node:
+    """The root of the tree that `node` is in."""
+    while node.parent is not None:
+        node = node.parent
+    return node

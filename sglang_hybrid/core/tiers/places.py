@@ -93,6 +93,13 @@ def copies_of(node: Node) -> Copies:
     return copies
 
 
+def was_refused(node: Node) -> bool:
+    """Whether a copy of `node` below the device was refused or evicted, and no request has resumed
+    from `node` since. What was worth more than that copy then is worth more now.
+    """
+    return copies_of(node).refused == node.last_used
+
+
 def tiers_of(node: Node) -> tuple[Tier | None, Tier | None]:
     """The fastest tiers of a node's KV and of its state, None of none. A tree that no `Placement`
     follows is on the device.

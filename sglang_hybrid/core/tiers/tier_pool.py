@@ -4,16 +4,27 @@ and what copies that are not made yet would be worth there.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 
-from sglang_hybrid.core.costs.cost import CostModel, FloatArray
-from sglang_hybrid.core.records.nodes import Clock, Node
-from sglang_hybrid.core.tiers.places import ALL_TIERS, Unit, copies_of, counted_children, unit_of
+from sglang_hybrid.core.costs.cost import CostModel, FloatArray, IntArray
+from sglang_hybrid.core.records.nodes import Clock, Node, root_of
+from sglang_hybrid.core.tiers.kv_edges import KvEdges
+from sglang_hybrid.core.tiers.places import (
+    ALL_TIERS,
+    Unit,
+    copies_of,
+    counted_children,
+    unit_of,
+    was_refused,
+)
 from sglang_hybrid.core.tiers.rates import Speeds, Tier
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.core.victims.pool import Pool, Scarce, VictimComparison
+from sglang_hybrid.core.victims.table import Table
 
 LOOKED_AT: Final = 64
 """Victims that a copy is compared with at most."""
@@ -39,6 +50,8 @@ class TierPool(Pool):
     the victim, when it knows whether a slower tier has a copy.
     """
 
+    further_columns: ClassVar[int] = 1  # the slot in `KvEdges`
+
     def __init__(
         self,
         tier: Tier,
@@ -58,6 +71,7 @@ class TierPool(Pool):
         self.demotes_to = demotes_to
         self._tells_on_choice = tells_on_choice
         self._in_force = speeds
+        self._edges: KvEdges | None = None  # from the first `next_victims` on
         self._speeds = speeds.speeds  # with which the tables were filled
 
     def cheapest(self, *, last_resort: bool = False) -> tuple[Node, float] | None:
@@ -72,44 +86,83 @@ class TierPool(Pool):
         save nothing are left out, but their bytes count. The KV above a leaf that nothing else
         keeps is freed after the leaf, and counts with it.
         """
-        self._describe()
-        gone: set[Node] = set()
-        for node in self._stateless.nodes:
-            needed -= self._gives_back(node, gone)
-            if needed <= 0:
-                return []
-        table, found = self._candidates, list[Node]()
-        if needed <= 0 or not len(table):
-            return found
-        for row in np.argsort(self.policy.scores(table, self.clock), kind="stable").tolist():
-            found.append(table.nodes[row])
-            needed -= self._gives_back(found[-1], gone)
-            if needed <= 0:
-                break
-        return found
+        return list(self._next_victims(needed))
 
-    def _gives_back(self, node: Node, gone: set[Node]) -> int:
-        """Bytes of what is scarce that evicting `node` frees, once the KV of all nodes in `gone`
-        has been evicted. Nodes whose KV is freed with it are added to `gone`.
+    def next_uncopied(self, needed: int) -> Iterator[Node]:
+        """Of `next_victims`, in order, those of which the next slower tier lacks something and has
+        refused nothing since their last use. To be asked anew when one of them was copied. Finding
+        the first one takes a few passes over arrays, as the choice of a victim does.
         """
-        unit, freed = self.unit(node), self._weigh(node)[0]
-        if self.scarce is Scarce.STATES or unit is None or not unit.kv or node in gone:
-            return freed
-        gone.add(node)
-        above = node.parent
-        while above is not None and self._only_leads_to(above, gone):
-            gone.add(above)
-            freed += self._bytes_of(above.tokens, 0)
-            above = above.parent
-        return freed
+        for node in self._next_victims(needed, KvEdges.LACKS_COPY):
+            if was_refused(node):
+                self._followed_edges().take_flag(node, KvEdges.LACKS_COPY)
+            else:
+                yield node
 
-    def _only_leads_to(self, node: Node, gone: set[Node]) -> bool:
-        """Whether this tier keeps the KV of `node` only for nodes in `gone`."""
-        copies = copies_of(node)
-        if node.parent is None or node.has_state or node.kv_locked or copies.is_pinned(self.tier):
-            return False
-        kept = (child for child in node.children.values() if copies_of(child).has_kv(self.tier))
-        return all(child in gone for child in kept)
+    def _next_victims(self, needed: int, flag: int | None = None) -> Iterator[Node]:
+        """`next_victims`, or those with a flag of `KvEdges`, until the tables change."""
+        self._describe()
+        table = self._candidates
+        if not len(table):
+            return
+        edges, worthless = self._followed_edges(), self._slots(self._stateless)
+        if edges.freed_by(worthless) >= needed:
+            return
+        nodes, scores = list(table.nodes), self.policy.scores(table, self.clock).copy()
+        slots, every = self._slots(table), np.arange(len(nodes))
+
+        def is_needed(row: int) -> bool:
+            """Whether what goes before this row frees too little."""
+            score = scores[row]
+            before = (scores < score) | ((scores == score) & (every < row))
+            return edges.freed_by(np.concatenate([worthless, slots[before]])) < needed
+
+        rows = every if flag is None else edges.have(slots, flag).nonzero()[0]
+        if not len(rows):
+            return
+        first = int(rows[scores[rows].argmin()])
+        if not is_needed(first):
+            return
+        yield nodes[first]
+        rows = rows[rows != first]
+        rows = rows[scores[rows].argsort(kind="stable")]
+        count = bisect_left(rows, True, key=lambda row: not is_needed(row))
+        for row in rows[:count].tolist():
+            yield nodes[row]
+
+    # What goes with what, as arrays.
+
+    def _followed_edges(self) -> KvEdges:
+        """The edges of the tree, which are followed from the first call on, with a candidate."""
+        if self._edges is None:
+            self._edges = KvEdges(self.tier, self.scarce, self.cost)
+            below = [root_of(next(iter(self._home)))]
+            while below:
+                node = below.pop()
+                below.extend(node.children.values())
+                self._edges.put(node, self._weigh(node)[0])
+            for table in {self._home[node] for node in self._home}:
+                table.last_column()[:] = [self._edges.slot(node) for node in table.nodes]
+        return self._edges
+
+    @staticmethod
+    def _slots(table: Table) -> IntArray:
+        """The slots [n] of the nodes in `table`."""
+        return table.last_column().astype(np.int64)
+
+    def forget(self, node: Node) -> None:
+        super().forget(node)
+        if self._edges is not None:
+            self._edges.drop(node)
+
+    def _further_values(self, node: Node) -> tuple[float, ...]:
+        return (0.0 if self._edges is None else float(self._edges.slot(node)),)
+
+    def _table_of(self, node: Node) -> tuple[Table | None, int, int]:
+        found = super()._table_of(node)
+        if self._edges is not None:
+            self._edges.put(node, found[1])
+        return found
 
     def unit(self, node: Node) -> Unit | None:
         """What evicting `node` would free in this tier now; None if nothing."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.nodes import Clock, Node
-from sglang_hybrid.core.tiers.places import ALL_TIERS, copies_of, without_up_to
+from sglang_hybrid.core.tiers.places import ALL_TIERS, copies_of, was_refused, without_up_to
 from sglang_hybrid.core.tiers.rates import Speeds, Tier
 from sglang_hybrid.core.tiers.tier_pool import SpeedsInForce, TierPool
 from sglang_hybrid.core.victims.pool import Scarce
@@ -17,13 +17,6 @@ WRITE_PRICE = 0.1
 prefill, so it costs only what it takes from loads and kernels that want the same link or memory.
 Replayed, a tenth halves the bytes that are written where most requests are cold, and costs no hits;
 the whole second costs up to 5 percent of the hits (docs/benchmarks.md)."""
-
-
-def was_refused(node: Node) -> bool:
-    """Whether a copy of `node` below the device was refused or evicted, and no request has resumed
-    from `node` since. What was worth more than that copy then is worth more now.
-    """
-    return copies_of(node).refused == node.last_used
 
 
 def refuse(node: Node) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
+from typing import ClassVar
 
 import numpy as np
 
@@ -85,17 +86,20 @@ class Pool:
     Four tables, asked in this order: leaves without a state, oldest first; candidates, lowest score
     first; only when asked for, the states with several children that a policy spares; and what
     requests that wait or run have a standing in, lowest standing first.
+
+    further_columns: numbers of a row beside the policy's.
     """
+
+    further_columns: ClassVar[int] = 0
 
     def __init__(self, scarce: Scarce, cost: CostModel, policy: Policy, clock: Clock) -> None:
         self.scarce = scarce
         self.cost = cost
         self.policy = policy
         self.clock = clock
-        self._stateless = Table(0)
-        self._candidates = Table(policy.columns)
-        self._forks = Table(policy.columns)
-        self._wanted = Table(policy.columns)
+        columns, further = policy.columns, self.further_columns
+        self._stateless = Table(further)
+        self._candidates, self._forks, self._wanted = (Table(columns + further) for _ in range(3))
         self._home: dict[Node, Table] = {}  # the table a node is in
         self._dirty: dict[Node, None] = {}
         self.last_score = -math.inf  # of the last victim
@@ -237,10 +241,13 @@ class Pool:
         if table is None:
             return
         self._home[node] = table
-        if table is self._stateless:
-            table.put(node, ())
-        else:
-            table.put(node, self.policy.describe(node, saved, freed))
+        scored = table is not self._stateless
+        values = self.policy.describe(node, saved, freed) if scored else ()
+        table.put(node, values + self._further_values(node))
+
+    def _further_values(self, node: Node) -> tuple[float, ...]:
+        """`further_columns` numbers of a row."""
+        return ()
 
     def _leave(self, node: Node) -> None:
         table = self._home.pop(node, None)

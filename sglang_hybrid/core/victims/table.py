@@ -43,6 +43,10 @@ class Table:
         """The policy's column `index`, float64 [n], a view."""
         return self._columns[index + 1][: len(self.nodes)]
 
+    def last_column(self) -> FloatArray:
+        """The last of the columns that are not the policy's own, float64 [n], a view."""
+        return self._columns[-2][: len(self.nodes)]
+
     def rows(self, places: IntArray) -> FloatArray:
         """Ticks of last use, the columns of the policy, and weights of pins, float64 [columns + 2,
         n], a copy.
