@@ -6,12 +6,14 @@ import copy
 import heapq
 import random
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_hybrid.core.returns import hazards, reuse
 from sglang_hybrid.core.returns.answers import BUCKETS as ANSWERS
 from sglang_hybrid.core.returns.hazards import (
     BINS,
@@ -26,8 +28,15 @@ from sglang_hybrid.core.returns.hazards import (
     best_rates,
     reuse_class_of,
 )
-from sglang_hybrid.core.returns.reuse import REBUILD_EVERY, SEARCHED, ReuseIndex
-from tests.examples import examples
+from sglang_hybrid.core.returns.intervals import IntervalCounts
+from sglang_hybrid.core.returns.reuse import (
+    LONG,
+    MICROSECONDS,
+    REBUILD_EVERY,
+    SEARCHED,
+    ReuseIndex,
+)
+from tests.examples import examples, seeds
 
 
 def features(reuse_class: int) -> tuple[int, int, int, int, int]:
@@ -247,6 +256,168 @@ def test_the_table_is_rebuilt_often_at_first_then_every_some_requests() -> None:
     assert rebuilt[0] == 0
     assert gaps.max() == gaps[-1] == REBUILD_EVERY
     assert gaps[0] < 3
+
+
+class PlainIndex:
+    """All intervals that ever were, in a list, and from them the table by its definition."""
+
+    def __init__(self) -> None:
+        self.index = ReuseIndex(1.0)
+        self.now = 0.0
+        self.open: dict[int, Interval] = {}
+        self.every: list[Interval] = []
+        self.seen: set[int] = set()  # classes that ever had an interval
+
+    def step(self, source: random.Random, classes: list[int]) -> None:
+        self.now += source.choice([0.0, 0.5, 3.0, 200.0])
+        what = source.choice(["open", "open", "return", "return", "reclass", "close"])
+        if what == "open" or not self.open:
+            reuse_class = source.choice(classes)
+            self._begin(self.index.open(reuse_class, self.now), reuse_class)
+        else:
+            interval_id = source.choice(sorted(self.open))
+            known = self.open[interval_id]
+            if what == "reclass":
+                known.reuse_class = source.choice(classes)
+                self.seen.add(known.reuse_class)
+                self.index.reclass(interval_id, known.reuse_class)
+            else:
+                known.length, known.ended = self.now - known.since, what == "return"
+                del self.open[interval_id]
+            if what == "return":
+                self.index.on_return(interval_id, self.now)
+                self._begin(interval_id, known.reuse_class)
+            elif what == "close":
+                self.index.on_request(self.now)  # which tells the time
+                self.index.close(interval_id)
+        self.index.on_request(self.now)
+
+    def _begin(self, interval_id: int, reuse_class: int) -> None:
+        for other in self.every:
+            other.younger += other.reuse_class == reuse_class
+        self.seen.add(reuse_class)
+        self.open[interval_id] = Interval(reuse_class, self.now)
+        self.every.append(self.open[interval_id])
+
+    def rates(self) -> dict[int, list[float]]:
+        """Of each class, by bin of age."""
+        known = {of: (np.zeros(BINS), np.zeros(BINS)) for of in self.seen}
+        for one in self.every:
+            length = self.now - one.since if one.length is None else one.length
+            age_bin = sum(length >= 2.0**edge for edge in range(1, BINS))
+            known[one.reuse_class][not one.ended][age_bin] += 2.0 ** (-one.younger / LONG)
+        return {of: plain_rates([plain_hazard(known, of, b) for b in range(BINS)]) for of in known}
+
+
+@dataclass
+class Interval:
+    """younger: how many of its class began after it. length: None while it is open."""
+
+    reuse_class: int
+    since: float
+    younger: int = 0
+    length: float | None = None
+    ended: bool = False
+
+
+def plain_rates(hazard: list[float]) -> list[float]:
+    """The best rate from each bin on: the most returns per unit of time until some later bin."""
+    found = []
+    for start in range(BINS):
+        best, alive, time = 0.0, 1.0, 0.0
+        for bin_ in range(start, BINS):
+            width = 2.0 ** (bin_ + (bin_ == 0))
+            time += alive * width * (1 - hazard[bin_] / 2)
+            alive *= 1 - hazard[bin_]
+            best = max(best, (1 - alive) / time)
+        found.append(best)
+    return found
+
+
+def table_of(index: ReuseIndex, classes: list[int]) -> np.ndarray:
+    """Weights [classes, BINS]."""
+    ages = 1.5 * 2.0 ** np.arange(BINS)
+    return np.array([index.weights(np.full(BINS, of), ages)[0] for of in classes])
+
+
+SMALL = {
+    "INTERVALS_AT_ONCE": (reuse, 3),
+    "CLASSES_AT_ONCE": (hazards, 2),
+    "ROWS_AT_ONCE": (hazards, 4),
+    "MICROSECONDS": (reuse, 1),
+}
+"""Steps of a rebuilding as if there were millions of intervals, one for each request."""
+
+CHOSEN = [
+    reuse_class_of(*one) for one in ((0, 500, 1), (0, 500, 2), (1, 9_000, 1, 2, 1), (2, 60, 0))
+]
+
+
+@pytest.mark.parametrize("steps", [1, 5, 20, 80])
+@pytest.mark.parametrize("seed", seeds(3))
+def test_the_table_is_what_the_list_of_all_intervals_says(seed: int, steps: int) -> None:
+    plain, source = PlainIndex(), random.Random(seed)
+    for _ in range(steps):
+        plain.step(source, CHOSEN)
+    plain.index.rebuild()
+    expected = plain.rates()
+    found = table_of(plain.index, list(expected))
+    for row, rates in zip(found, expected.values(), strict=True):
+        assert row == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("seed", seeds(2))
+def test_a_table_that_is_made_step_by_step_is_that_of_when_it_was_begun(
+    seed: int, asked: bool
+) -> None:
+    """Whatever happens between the steps; the old table is in force until the new one is whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, (module, value) in SMALL.items():
+            patch.setattr(module, name, value)
+        source = random.Random(seed)
+        plain, classes = PlainIndex(), [*CHOSEN, *range(0, CLASSES, CLASSES // 40)]
+        index, expected, tables = plain.index, list[np.ndarray](), 0
+
+        def begin(counts: IntervalCounts) -> IntervalCounts:
+            if counts is index._long and not expected:
+                twin = copy.copy(index)
+                twin._long, twin._short = copy.deepcopy((index._long, index._short))
+                twin._news, twin._work = copy.deepcopy(index._news), None
+                expected.append(np.empty(0))  # it is begun in the twin, too
+                twin.rebuild()
+                expected[:] = [table_of(twin, classes)]
+            return frozen(counts)
+
+        frozen = IntervalCounts.frozen
+        patch.setattr(IntervalCounts, "frozen", begin)
+        for _ in range(200):
+            version, before = index.version, table_of(index, classes) if asked else None
+            plain.step(source, classes)
+            if index.version != version:
+                assert table_of(index, classes) == pytest.approx(expected.pop())
+                tables += 1
+            elif before is not None:
+                assert (table_of(index, classes) == before).all()
+        assert 1 <= tables < 20, "each takes many requests"
+
+
+def test_a_request_does_a_bounded_part_of_a_rebuilding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many intervals and classes there are."""
+    index = ReuseIndex(1.0)
+    for number in range(20_000):
+        index.open(number % CLASSES, float(number))
+    index.on_request(20_000.0)
+    work, requests = index._work, 1
+    assert work is not None and index.version == 0
+    steps = list[float]()
+    index._work = (steps.append(cost) or cost for cost in work)
+    while not index.version:
+        before = len(steps)
+        index.on_request(20_000.0)
+        requests += 1
+        assert sum(steps[before:-1]) < MICROSECONDS
+    assert requests > 10 and max(steps) <= MICROSECONDS / 3
 
 
 # What was learnt fades when the traffic changes.

@@ -7,6 +7,8 @@ buy, and the probability of a return within some time (`ReturnEstimate`).
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Final
 
@@ -23,6 +25,7 @@ CHILDREN, DEPTHS, _, INTERVAL_BUCKETS, TURNS = SHAPE
 CLASSES: Final = CHILDREN * DEPTHS * ANSWERS * INTERVAL_BUCKETS * TURNS
 PER_ANSWER: Final = INTERVAL_BUCKETS * TURNS
 NEVER_REUSED: Final = CLASSES  # the class of what is never resumed
+UNSEEN: Final = -1  # the number of a class that had no position yet
 
 
 def reuse_class_of(
@@ -46,6 +49,9 @@ def depth_bucket(depth: int) -> int:
 BINS: Final = 24  # of age, each twice as wide as the one before
 FIRST_GUESS: Final = 0.05  # of the hazard per bin, while nothing is known
 PRIOR_WEIGHT: Final = 8.0  # intervals that a coarser class's hazard counts for
+CLASSES_AT_ONCE: Final = 128  # in one step of an estimate
+ROWS_AT_ONCE: Final = 256
+PER_CLASS, PER_ROW, PER_RATE = 4.0, 0.5, 2.0  # microseconds that a step takes, about
 
 
 class ClassTree:
@@ -81,6 +87,11 @@ class ClassTree:
         self.row = row
         self.own: IntArray = row[classes]
 
+    @property
+    def rows(self) -> int:
+        """How many rows `hazards` has."""
+        return self._rows
+
     def hazards(self, ended: FloatArray, unended: FloatArray) -> FloatArray:
         """Kaplan-Meier hazards [..., R, BINS]: of the intervals that reach a bin, the share that
         ends in it.
@@ -89,18 +100,76 @@ class ClassTree:
         were last seen. Each class is shrunk towards the coarser one, the coarsest towards
         FIRST_GUESS.
         """
-        at_risk = np.flip(np.cumsum(np.flip(ended + unended, -1), axis=-1), -1)
-        counts = np.stack([ended, at_risk])
         rows = np.empty((*ended.shape[:-2], self._rows, BINS))
-        rows[..., 0, :] = FIRST_GUESS
-        begin = 1
-        for first, coarser in self._levels:
-            ends, risk = np.add.reduceat(counts, first, axis=-2)
-            guess = PRIOR_WEIGHT * rows[..., coarser, :]
-            end = begin + len(first)
-            rows[..., begin:end, :] = (ends + guess) / (risk + PRIOR_WEIGHT)
-            begin = end
+        for _ in self.fill(rows, lambda some: (ended[..., some, :], unended[..., some, :])):
+            pass
         return rows
+
+    def fill(
+        self, rows: FloatArray, counts: Callable[[slice], tuple[FloatArray, FloatArray]]
+    ) -> Iterator[float]:
+        """Fill `rows` [..., R, BINS] with hazards, step by step; each says about how many
+        microseconds it took. counts: ended and unended intervals [..., K, BINS] of some classes.
+        """
+        shape = (2, *rows.shape[:-2])
+        sums = [np.zeros((*shape, len(first), BINS)) for first, _ in self._levels]
+        for begin in range(0, len(self.own), CLASSES_AT_ONCE):
+            some = slice(begin, min(begin + CLASSES_AT_ONCE, len(self.own)))
+            ended, unended = counts(some)
+            at_risk = np.flip(np.cumsum(np.flip(ended + unended, -1), axis=-1), -1)
+            both = np.stack([ended, at_risk])
+            for total, (first, _) in zip(sums, self._levels, strict=True):
+                low, high = first.searchsorted([some.start + 1, some.stop]).tolist()
+                starts = np.maximum(first[low - 1 : high] - some.start, 0)
+                alone = len(starts) == both.shape[-2]  # each class is a sum of its own
+                parts = both if alone else np.add.reduceat(both, starts, axis=-2)
+                total[..., low - 1 : high, :] += parts
+            yield PER_CLASS * (some.stop - some.start)
+        rows[..., 0, :] = FIRST_GUESS
+        row = 1
+        for (ends, risk), (_, coarser) in zip(sums, self._levels, strict=True):
+            for begin in range(0, len(coarser), ROWS_AT_ONCE):
+                of = slice(begin, min(begin + ROWS_AT_ONCE, len(coarser)))
+                guess = PRIOR_WEIGHT * rows[..., coarser[of], :]
+                found = (ends[..., of, :] + guess) / (risk[..., of, :] + PRIOR_WEIGHT)
+                rows[..., row + of.start : row + of.stop, :] = found
+                yield PER_ROW * (of.stop - of.start)
+            row += len(coarser)
+
+
+class SeenClasses:
+    """The classes that ever had a position, numbered in the order in which they came. Counts are
+    kept by these numbers, since most of the CLASSES never occur.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = array("i", [UNSEEN] * CLASSES)
+        self._classes = array("q")
+        self._order: tuple[IntArray, IntArray, IntArray, ClassTree] | None = None
+
+    def number(self, reuse_class: int) -> int:
+        """Its number; UNSEEN if it has none."""
+        return self._numbers[reuse_class]
+
+    def add(self, reuse_class: int) -> int:
+        """It has a position now; returns its number."""
+        number = self._numbers[reuse_class] = len(self._classes)
+        self._classes.append(reuse_class)
+        self._order = None
+        return number
+
+    def in_order(self) -> tuple[IntArray, IntArray, IntArray, ClassTree]:
+        """All seen classes [C], rising; their numbers [C]; by number, the place of each among them
+        [C]; and what they are shrunk towards.
+        """
+        if self._order is None:
+            as_they_came = np.array(self._classes, dtype=np.int64)
+            numbers = as_they_came.argsort()
+            places = np.empty_like(numbers)
+            places[numbers] = np.arange(len(numbers))
+            classes = as_they_came[numbers]
+            self._order = classes, numbers, places, ClassTree(classes)
+        return self._order
 
 
 def best_rates(hazard: FloatArray, widths: FloatArray) -> FloatArray:
@@ -138,15 +207,34 @@ class ReturnEstimate:
         self._hazard = np.concatenate([hazard, np.zeros((1, len(edges)))])
         self._row = np.append(row, len(hazard))
         self._edges = edges
+        self._table: FloatArray | None = None
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether rates were asked for, or made beforehand."""
+        return self._table is not None
+
+    def make_rates(self) -> Iterator[float]:
+        """Make the table of rates, step by step; each says about how many microseconds it took."""
+        made = np.empty((2, *self._hazard.shape))
+        widths = np.diff(self._edges, prepend=0.0)
+        for first in range(0, len(self._hazard), ROWS_AT_ONCE):
+            some = slice(first, first + ROWS_AT_ONCE)
+            made[0, some] = best_rates(self._hazard[some], widths)
+            yield PER_RATE * len(self._hazard[some])
+        made[1] = np.where(made[0] > 0, self._edges, np.inf)
+        self._table = made.reshape(2, -1)
 
     @cached_property
     def _rates(self) -> tuple[FloatArray, IntArray]:
         """Best rates and the ages until which they hold [2, rows * K], and the first cell of each
         class.
         """
-        rates = best_rates(self._hazard, np.diff(self._edges, prepend=0.0))
-        until = np.where(rates > 0, self._edges, np.inf)
-        return np.stack([rates, until]).reshape(2, -1), self._row * len(self._edges)
+        if self._table is None:
+            for _ in self.make_rates():
+                pass
+        assert self._table is not None
+        return self._table, self._row * len(self._edges)
 
     @cached_property
     def _survival(self) -> FloatArray:

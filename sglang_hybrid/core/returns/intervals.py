@@ -8,6 +8,7 @@ they are added.
 from __future__ import annotations
 
 from array import array
+from copy import copy
 from dataclasses import dataclass
 from typing import Final
 
@@ -89,12 +90,34 @@ class IntervalCounts:
         open_intervals, classes and cells [n]: ids and classes of the open ones, and where each
         counts among C * bins.
         """
-        begun = as_ints(self._begun)
-        faded = self._faded(begun[known] - as_ints(self._as_of)[known])[:, None]
-        younger = begun.take(classes) - as_ints(self._number).take(open_intervals)
-        ended = self._counts[known, ENDED] * faded
-        still_open = np.bincount(cells, self._faded(younger - 1), ended.size).reshape(ended.shape)
-        return ended, self._counts[known, UNENDED] * faded + still_open
+        ended, unended = self.closed(known)
+        still_open = np.zeros(ended.size)
+        self.add_open(still_open, open_intervals, classes, cells)
+        return ended, unended + still_open.reshape(ended.shape)
+
+    def closed(self, known: IntArray, bins: slice = slice(None)) -> tuple[FloatArray, FloatArray]:
+        """Ended intervals, and those that were closed before they ended, of the classes `known`
+        [C], in some bins.
+        """
+        faded = self._faded(as_ints(self._begun)[known] - as_ints(self._as_of)[known])[:, None]
+        return self._counts[known, ENDED, bins] * faded, self._counts[known, UNENDED, bins] * faded
+
+    def add_open(
+        self, counted: FloatArray, open_intervals: IntArray, classes: IntArray, cells: IntArray
+    ) -> None:
+        """Add open intervals to `counted`. open_intervals, classes, cells [n]: ids, numbers of
+        their classes, and where each counts.
+        """
+        younger = as_ints(self._begun).take(classes) - as_ints(self._number).take(open_intervals)
+        np.add.at(counted, cells, self._faded(younger - 1))
+
+    def frozen(self) -> IntervalCounts:
+        """A copy of what is counted now."""
+        taken = copy(self)
+        taken._begun, taken._as_of = self._begun[:], self._as_of[:]
+        taken._number = self._number[:]
+        taken._counts = self._counts[: len(self._begun)].copy()
+        return taken
 
     def export(
         self, known: IntArray, open_intervals: IntArray, classes: IntArray, cells: IntArray
@@ -157,8 +180,11 @@ class IntervalNews:
         self._evidence = np.zeros(0)
         self._classes = 0
         self._seen = array("q", bytes(8 * 64))  # by interval id: bins that were counted
-        self._known: IntArray = np.zeros(0, dtype=np.int64)
-        self._gain_if_ended = self._gain_if_not = np.zeros((0, bins))  # of the short estimate
+        self._touched: set[int] = set()  # numbers of the classes that had trials
+        # By number of a class: the row of both estimates that holds for it. Classes that came later
+        # have none.
+        self._rows: IntArray = np.zeros(0, dtype=np.int64)
+        self._estimates = np.zeros((2, 0, bins))
 
     def add_class(self) -> None:
         """Add a class, without events."""
@@ -176,6 +202,7 @@ class IntervalNews:
     def on_end(self, interval: int, number: int, age_bin: int) -> None:
         """An interval of the class of that number ended in this bin, having passed those before."""
         self._ended[number, age_bin] += 1
+        self._touched.add(number)
         self.on_close(interval, number, age_bin)
 
     def on_move(self, interval: int, before: int, after: int) -> None:
@@ -188,43 +215,55 @@ class IntervalNews:
             self._steps[number, seen] += 1
             self._steps[number, age_bin] -= 1
             self._seen[interval] = age_bin
+            self._touched.add(number)
 
-    def weigh(self, intervals: IntArray, numbers: IntArray, age_bins: IntArray) -> None:
-        """Weigh all trials since the last call. intervals, numbers, age_bins [n]: ids of the open
-        intervals, the numbers of their classes, and the bins that they have reached.
+    def on_pass(self, intervals: IntArray, numbers: IntArray, age_bins: IntArray) -> None:
+        """Open intervals [n] have reached these bins [n]. intervals: their ids. numbers: those of
+        their classes.
         """
         every = as_ints(self._seen)
         seen = every.take(intervals)
         on = (age_bins > seen).nonzero()[0]
-        np.add.at(self._steps, (numbers[on], seen[on]), 1)
-        np.add.at(self._steps, (numbers[on], age_bins[on]), -1)
+        if not len(on):
+            return
+        passing = numbers[on]
+        np.add.at(self._steps, (passing, seen[on]), 1)
+        np.add.at(self._steps, (passing, age_bins[on]), -1)
         every[intervals[on]] = age_bins[on]
-        ended = self._ended[self._known]
-        passed = np.cumsum(self._steps[self._known], axis=1)[:, : self._bins]
-        gain = (ended * self._gain_if_ended + passed * self._gain_if_not).sum(axis=1)
-        fade = 2.0 ** (-ended.sum(axis=1) / EVIDENCE - passed[:, 0] / EVIDENCE)
-        self._evidence[self._known] = np.maximum(
-            fade * self._evidence[self._known] + gain, -REFUTED
-        )
-        self._ended[: self._classes] = 0
-        self._steps[: self._classes] = 0
+        self._touched.update(passing.tolist())
 
     def refuted(self) -> list[int]:
-        """Numbers of the classes whose trials the short estimate foretold better than the long one
-        by REFUTED nats. Their evidence begins anew.
+        """Weigh all trials since the last call. Returns the numbers of the classes whose trials the
+        short estimate foretold better than the long one by REFUTED nats; their evidence begins
+        anew.
         """
-        numbers: list[int] = (self._evidence > REFUTED).nonzero()[0].tolist()
-        self._evidence[numbers] = 0.0
+        touched = np.array(sorted(self._touched), dtype=np.int64)
+        known = touched[touched < len(self._rows)]
+        long, short = np.clip(self._estimates[:, self._rows[known]], LEAST, 1 - LEAST)
+        ended = self._ended[known]
+        passed = np.cumsum(self._steps[known], axis=1)[:, : self._bins]
+        gain_if_ended, gain_if_not = (
+            np.log(short) - np.log(long),
+            np.log1p(-short) - np.log1p(-long),
+        )
+        gain = (ended * gain_if_ended + passed * gain_if_not).sum(axis=1)
+        fade = 2.0 ** (-ended.sum(axis=1) / EVIDENCE - passed[:, 0] / EVIDENCE)
+        evidence = np.maximum(fade * self._evidence[known] + gain, -REFUTED)
+        refuted = evidence > REFUTED
+        self._evidence[known] = np.where(refuted, 0.0, evidence)
+        self._ended[touched] = 0
+        self._steps[touched] = 0
+        self._touched.clear()
+        numbers: list[int] = known[refuted].tolist()
         return numbers
 
-    def expect(self, known: IntArray, long: FloatArray, short: FloatArray) -> None:
-        """Weigh trials from now on by these hazards [C, bins] of both estimates, for the classes of
-        numbers `known` [C].
+    def expect(self, known: IntArray, rows: IntArray, estimates: FloatArray) -> None:
+        """Weigh trials from now on by the long and the short estimate [2, R, bins] of hazards.
+        known, rows [C]: numbers of classes, and the row that holds for each.
         """
-        long, short = np.clip(long, LEAST, 1 - LEAST), np.clip(short, LEAST, 1 - LEAST)
-        self._known = known
-        self._gain_if_ended = np.log(short) - np.log(long)
-        self._gain_if_not = np.log1p(-short) - np.log1p(-long)
+        self._rows = np.empty_like(rows)
+        self._rows[known] = rows
+        self._estimates = estimates
 
 
 def with_room(values: FloatArray, used: int) -> FloatArray:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import frexp
 from typing import Final
@@ -28,8 +29,9 @@ from sglang_hybrid.core.returns.hazards import (
     CLASSES,
     INTERVAL_BUCKETS,
     NEVER_REUSED,
-    ClassTree,
+    UNSEEN,
     ReturnEstimate,
+    SeenClasses,
 )
 from sglang_hybrid.core.returns.intervals import (
     IntervalCounts,
@@ -39,10 +41,13 @@ from sglang_hybrid.core.returns.intervals import (
 )
 
 REBUILD_EVERY: Final = 32  # requests
+MICROSECONDS: Final = 2_000
+"""Of a rebuilding, per request: all of it where there is little."""
+INTERVALS_AT_ONCE: Final = 4_096  # in one step of it
+PER_INTERVAL, PER_START = 0.05, 100.0  # microseconds
 SEARCHED: Final = 1_000  # ages that are searched for among the bins
 LONG = 2_048  # half-lives, in intervals of a class
 SHORT = 32
-UNSEEN: Final = -1  # the number of a class that had no position yet
 
 
 @dataclass(frozen=True)
@@ -54,46 +59,12 @@ class LearntClasses:
     short: LearntCounts
 
 
-class SeenClasses:
-    """The classes that ever had a position, numbered in the order in which they came. Counts are
-    kept by these numbers, since most of the CLASSES never occur.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = array("i", [UNSEEN] * CLASSES)
-        self._classes = array("q")
-        self._order: tuple[IntArray, IntArray, IntArray, ClassTree] | None = None
-
-    def number(self, reuse_class: int) -> int:
-        """Its number; UNSEEN if it has none."""
-        return self._numbers[reuse_class]
-
-    def add(self, reuse_class: int) -> int:
-        """It has a position now; returns its number."""
-        number = self._numbers[reuse_class] = len(self._classes)
-        self._classes.append(reuse_class)
-        self._order = None
-        return number
-
-    def in_order(self) -> tuple[IntArray, IntArray, IntArray, ClassTree]:
-        """All seen classes [C], rising; their numbers [C]; by number, the place of each among them
-        [C]; and what they are shrunk towards.
-        """
-        if self._order is None:
-            as_they_came = np.array(self._classes, dtype=np.int64)
-            numbers = as_they_came.argsort()
-            places = np.empty_like(numbers)
-            places[numbers] = np.arange(len(numbers))
-            classes = as_they_came[numbers]
-            self._order = classes, numbers, places, ClassTree(classes)
-        return self._order
-
-
 class ReuseIndex:
     """Intervals in, weights out. Times are whatever the caller counts in; `unit` scales the
     youngest age bin: a power of two, so that an age's bin is its exponent.
 
-    Memory: 40 bytes per open interval, 1.2 KB per class that was seen, and half a megabyte.
+    Memory: 40 bytes per open interval, 1.2 KB per class that was seen, and half a megabyte; while a
+    table is made, about as much again.
     """
 
     def __init__(self, unit: float) -> None:
@@ -119,6 +90,7 @@ class ReuseIndex:
         self._estimate = ReturnEstimate(no_hazard, one_row, self._edges)
         self._observed = 0
         self._rebuild_at = 1
+        self._work: Iterator[float] | None = None  # what is left of the rebuilding under way
 
     def open(self, reuse_class: int, time: float) -> int:
         """Begin the first interval of a position of class `reuse_class`. Returns the id of its
@@ -186,50 +158,99 @@ class ReuseIndex:
 
     def on_request(self, time: float) -> None:
         """A request ended at `time`. Hazards are estimated anew every REBUILD_EVERY requests, more
-        often in the beginning.
+        often in the beginning. Where there are many intervals, that is spread over the requests
+        that follow.
         """
         if not self._observed:
             self._began = time
         self._now = max(self._now, time)
         self._observed += 1
-        if self._observed >= self._rebuild_at:
-            self.rebuild()
+        if self._work is None and self._observed >= self._rebuild_at:
+            self._work = self._rebuilding()
             self._rebuild_at = self._observed + min(REBUILD_EVERY, self._observed // 4 + 1)
+        if self._work is not None:
+            self._go_on(self._work)
+
+    def _go_on(self, work: Iterator[float]) -> None:
+        """Do some of the rebuilding under way: all of it, if there is little."""
+        spent = 0.0
+        for microseconds in work:
+            spent += microseconds
+            if spent >= MICROSECONDS:
+                return
+        self._work = None
 
     def rebuild(self) -> None:
-        """Estimate hazards from all intervals."""
-        _, known, _, tree = self._seen.in_order()
-        waiting, numbers, age_bins, cells = self._open_now()
-        self._news.weigh(waiting, numbers, age_bins)
+        """Estimate hazards from all intervals, at once."""
+        self._work = None
+        for _ in self._rebuilding():
+            pass
+
+    def _rebuilding(self) -> Iterator[float]:
+        """Estimate hazards from all intervals as they are once the news has been weighed; at the
+        end the new table is in force. Each step says about how many microseconds it took: not more
+        where there are more intervals or classes, but for one copy of what is counted.
+        """
+        # 1 What happened since the last time speaks for one estimate or the other.
+        first = 0
+        while first < len(self._number):
+            self._news.on_pass(*self._open(slice(first, first + INTERVALS_AT_ONCE)))
+            first += INTERVALS_AT_ONCE
+            yield PER_INTERVAL * INTERVALS_AT_ONCE
         for number in self._news.refuted():
-            self._long.start_over(self._short, number, waiting[numbers == number])
-        both = (
-            self._long.of(known, waiting, numbers, cells),
-            self._short.of(known, waiting, numbers, cells),
-        )
-        ended, unended = (np.stack(counts) for counts in zip(*both, strict=True))
-        long, short = tree.hazards(ended, unended)
-        self._news.expect(known, long[tree.own], short[tree.own])
-        self._estimate = ReturnEstimate(long, tree.row, self._edges)
+            waiting = (as_ints(self._number) == number).nonzero()[0]
+            self._long.start_over(self._short, number, waiting)
+            yield PER_START
+        # 2 The intervals of now are counted.
+        _, known, places, tree = self._seen.in_order()
+        counts = self._long.frozen(), self._short.frozen()
+        taken = self._number[:], self._since[:], self._now
+        still_open = np.zeros((2, len(known), BINS))
+        for first in range(0, len(taken[0]), INTERVALS_AT_ONCE):
+            waiting, numbers, age_bins = self._open(slice(first, first + INTERVALS_AT_ONCE), *taken)
+            cells = places.take(numbers) * BINS + age_bins
+            for counted, one in zip(still_open, counts, strict=True):
+                one.add_open(counted.reshape(-1), waiting, numbers, cells)
+            yield PER_INTERVAL * INTERVALS_AT_ONCE
+
+        def counted_of(some: slice) -> tuple[FloatArray, FloatArray]:
+            closed = [one.closed(known[some]) for one in counts]
+            ended, unended = (np.stack(of) for of in zip(*closed, strict=True))
+            return ended, unended + still_open[:, some]
+
+        # 3 Hazards and rates follow.
+        estimates = np.empty((2, tree.rows, BINS))
+        yield from tree.fill(estimates, counted_of)
+        estimate = ReturnEstimate(estimates[0], tree.row, self._edges)
+        if self._estimate.has_rates:  # somebody will ask for these again
+            yield from estimate.make_rates()
+        self._news.expect(known, tree.own, estimates)
+        self._estimate = estimate
         self.version += 1
 
-    def _open_now(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """The open intervals [n], the numbers of their classes, their bins of age, and where each
-        counts among C * BINS, the C seen classes in their order.
+    def _open(
+        self,
+        some: slice,
+        numbers: array[int] | None = None,
+        since: array[float] | None = None,
+        now: float | None = None,
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """The open intervals [n] among some ids, the numbers of their classes, and their bins of
+        age: of now, or by what was taken before.
         """
-        every = as_ints(self._number)
-        waiting = (every >= 0).nonzero()[0]
-        numbers = every.take(waiting)
-        age_bins = self._bins(self._now - np.frombuffer(self._since).take(waiting))
-        places = self._seen.in_order()[2]
-        return waiting, numbers, age_bins, places.take(numbers) * BINS + age_bins
+        of_ids = as_ints(self._number if numbers is None else numbers)[some]
+        began = np.frombuffer(self._since if since is None else since)[some]
+        waiting = (of_ids >= 0).nonzero()[0]
+        ages = (self._now if now is None else now) - began.take(waiting)
+        return some.start + waiting, of_ids.take(waiting), self._bins(ages)
 
     def export(self) -> LearntClasses:
         """The counts of all classes, with open intervals as long as they have been. Changes
         nothing: another rank need not do the same.
         """
-        classes, known, _, _ = self._seen.in_order()
-        waiting, numbers, _, cells = self._open_now()
+        classes, known, places, _ = self._seen.in_order()
+        waiting, numbers, age_bins = self._open(slice(0, len(self._number)))
+        cells = places.take(numbers) * BINS + age_bins
         long, short = (
             counts.export(known, waiting, numbers, cells) for counts in (self._long, self._short)
         )
