@@ -24,6 +24,23 @@ def test_what_needs_nothing_now_may_need_it_later() -> None:
     assert returns.due(19.5, float, {1: 1}.__getitem__) == 1
 
 
+def test_a_load_is_due_behind_any_number_that_need_nothing() -> None:
+    """What they resume from is on the device, until they are overdue."""
+    returns = ExpectedReturns()
+    for position in range(1_000):
+        returns.expect(position, 20.0 + position / 1_000)
+    returns.expect(2_000, 25.0)
+    asked: list[int] = []
+
+    def size(position: int) -> int:
+        asked.append(position)
+        return 5 * (position == 2_000)
+
+    assert returns.due(19.9, float, size, longest=5.05) is None
+    assert max(asked) < 1_000, "who is expected so late cannot be due yet"
+    assert returns.due(20.5, float, size, longest=5.05) == 2_000
+
+
 def test_the_last_word_counts_and_who_does_not_come_is_forgotten() -> None:
     returns = ExpectedReturns()
     returns.expect(1, 20.0)

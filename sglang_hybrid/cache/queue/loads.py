@@ -68,6 +68,11 @@ class LoadingCache(Protocol):
         """Bytes that a request which resumes from this node must load; 0 if it is gone."""
         ...
 
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that a load can have at most."""
+        ...
+
 
 @dataclass
 class Pace:
@@ -177,8 +182,12 @@ class TimedLoads:
         """Begin the load for a session that is expected back soon, if what it pushes out is worth
         no more.
         """
-        node_id = self.returns.due(now + MARGIN, self._link.seconds, self._cache.missing_bytes)
-        if node_id is not None and self._cache.begin_load(node_id):
+        if not len(self.returns):
+            return
+        cache, seconds = self._cache, self._link.seconds
+        longest = seconds(cache.most_bytes)
+        node_id = self.returns.due(now + MARGIN, seconds, cache.missing_bytes, longest)
+        if node_id is not None and cache.begin_load(node_id):
             self.ahead.counts.expected += 1
 
     # What `LoadsAhead` asks.

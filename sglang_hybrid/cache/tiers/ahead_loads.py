@@ -81,6 +81,10 @@ class AheadLoads:
         record = self._record(node_id)
         return 0 if record is None else self._bytes(*self._missing(record))
 
+    @property
+    def most_bytes(self) -> int:
+        return self._bytes(int(self._cache.token_to_kv_pool_allocator.size), 1)
+
     def begin_load(self, node_id: int, keep: Collection[int] | None = None) -> int:
         cache, record = self._cache, self._record(node_id)
         if record is None:

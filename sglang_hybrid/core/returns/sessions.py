@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Final
@@ -11,9 +12,6 @@ MOST_EXPECTED: Final = 4_096
 
 OVERDUE: Final = 10.0
 """Seconds after which somebody who did not come is not expected any more."""
-
-LOOKED_AT: Final = 16
-"""Of those that are expected first."""
 
 
 class ExpectedReturns:
@@ -42,17 +40,24 @@ class ExpectedReturns:
             del self._sorted[bisect_left(self._sorted, (time, position))]
 
     def due(
-        self, now: float, seconds: Callable[[int], float], size: Callable[[int], int]
+        self,
+        now: float,
+        seconds: Callable[[int], float],
+        size: Callable[[int], int],
+        longest: float = math.inf,
     ) -> int | None:
         """The position whose load must begin by `now` to end in time, of several the one that is
         expected first; it is forgotten. None if there is none.
 
-        size: bytes that must be loaded for a position. seconds: that so many take. Positions that
-        are overdue are forgotten.
+        size: bytes that must be loaded for a position; many need none. seconds: that so many take.
+        longest: seconds that any load takes at most; nobody is looked at who is expected later.
+        Positions that are overdue are forgotten.
         """
         while self._sorted and self._sorted[0][0] < now - OVERDUE:
             self.forget(self._sorted[0][1])
-        for time, position in self._sorted[:LOOKED_AT]:
+        for time, position in self._sorted:
+            if time - longest > now:
+                return None
             needed = size(position)
             if needed and time - seconds(needed) <= now:
                 self.forget(position)
