@@ -187,3 +187,22 @@ def test_pins_outlive_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch, days: 
         now += 5.0
         tick()
     assert pinned(it) == []
+
+
+def test_requests_without_a_stamp_do_not_end_a_pin_before_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of clients that no HTTP server stamps: ticks tell the time."""
+    it = server(states=8, kv=400)
+    clock, now = it.cache.step_clock, 1_000.0
+    monkeypatch.setattr(clock, "read", lambda: now)
+    for message in clock.poll():
+        clock.tick(message)
+    ask(it, PinRequest(60, 30), stamp=0.0)
+    for _ in range(40):
+        it.serve(run(20, 77), run(3, 78), 0.0)
+    assert pinned(it) == [60]
+    now += 31.0
+    for message in clock.poll():
+        clock.tick(message)
+    assert pinned(it) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
@@ -196,3 +198,21 @@ def test_the_clock_never_runs_backwards() -> None:
     for stamp in (5.0, 3.0, None, 9.0):
         clock.advance(stamp)
     assert (clock.tick, clock.stamp) == (4, 9.0)
+
+
+@pytest.mark.parametrize("tell", [Clock.advance, Clock.advance_to])
+def test_requests_count_as_seconds_only_where_no_time_is_told(
+    tell: Callable[[Clock, float], None],
+) -> None:
+    """By stamps of other requests, or without one."""
+    clock = Clock()
+    for _ in range(3):
+        clock.advance()
+    assert clock.stamp == 3.0
+    tell(clock, 2.0)
+    for _ in range(100):
+        clock.advance()
+    assert clock.stamp == 3.0
+    tell(clock, 10.0)
+    clock.advance()
+    assert clock.stamp == 10.0

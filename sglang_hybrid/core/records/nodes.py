@@ -27,26 +27,30 @@ class Kind(Enum):
 class Clock:
     """Logical time: one tick per request, and the latest arrival stamp that any request carried.
 
-    Nothing reads a rank's own clock, so every rank sees the same times. Without stamps, seconds are
-    requests.
+    Nothing reads a rank's own clock, so every rank sees the same times. Where no time is ever told,
+    seconds are requests.
     """
 
-    __slots__ = ("stamp", "tick")
+    __slots__ = ("_knows_time", "stamp", "tick")
 
     def __init__(self) -> None:
         self.tick = 0
         self.stamp = 0.0
+        self._knows_time = False
 
     def advance(self, stamp: float | None = None) -> None:
-        """A request arrives. A stamp older than the latest one leaves the time where it is."""
+        """A request arrives. A stamp older than the latest one leaves the time where it is, and so
+        does a request without a stamp where others, or `advance_to`, have told the time.
+        """
         self.tick += 1
-        if stamp is None:
+        if stamp is not None:
+            self.advance_to(stamp)
+        elif not self._knows_time:
             self.stamp += 1.0
-        elif stamp > self.stamp:
-            self.stamp = stamp
 
     def advance_to(self, stamp: float) -> None:
-        """Time passes without a request, until `stamp` seconds."""
+        """It is `stamp` seconds now, or later."""
+        self._knows_time = True
         self.stamp = max(self.stamp, stamp)
 
 
