@@ -192,6 +192,29 @@ def test_all_tenants_together_pin_half_of_the_memory() -> None:
     assert [tree.pins.of(name) // LEAF for name in "abc"] == [3, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("room", "most_kv", "most_states", "loses"),
+    [
+        (PinRoom(1 << 30, 6 * COST.state_bytes), [50_000], [10, 10], "most states"),
+        (PinRoom(16_000, 40 * COST.state_bytes), [600], [10] * 10, "most KV"),
+    ],
+)
+def test_of_what_is_full_the_tenant_with_most_gives_way(
+    room: PinRoom, most_kv: list[int], most_states: list[int], loses: str
+) -> None:
+    """Not the one that has most of the other kind, of which there is enough."""
+    tree, nodes, _ = tree_of([*most_kv, *most_states, 400], Lru())
+    tree.pins = Pins(COST, room, share=0.5)
+    tree.pins.follow(tree.clock, tree.mark_dirty)
+    *others, new = nodes
+    tenants = ["most KV"] * len(most_kv) + ["most states"] * len(most_states)
+    for node, tenant in zip(others, tenants, strict=True):
+        assert tree.pins.pin(node, PinRequest(node.depth, 60), tenant)
+    assert tree.pins.pin(new, PinRequest(400, 60), "new")
+    lost = [tenant for node, tenant in zip(others, tenants, strict=True) if node.pin is None]
+    assert lost == [loses]
+
+
 def test_use_begins_the_lifetime_anew() -> None:
     """Of all pins on the path of what is resumed."""
     tree, (above,), _ = tree_of([100], Lru())

@@ -225,15 +225,18 @@ class Pins:
         """Whether `pin` fits on `node`, once others gave way."""
         if self._cost is None or self._room is None:
             return False
-        if not self._fit(node.depth, self.share, lambda held: 0):
+        if self._full(node.depth, self.share, lambda held: 0) is not None:
             return False
         payer = pin.payer
-        while not self._fit(self._new_tokens(node), self.share, lambda held: held.of(payer)):
+
+        def full(share: float, held: Callable[[Shares], int]) -> Shares | None:
+            return self._full(self._new_tokens(node), share, held)
+
+        while full(self.share, lambda held: held.of(payer)) is not None:
             if not self._release_least(payer, pin.weight):
                 return False
-        while not self._fit(self._new_tokens(node), MOST_OF_ALL, lambda held: held.total):
-            held = self._kv if self._kv.total >= self._states.total else self._states
-            if not held.total or not self._release_least(held.largest(), math.inf):
+        while (kind := full(MOST_OF_ALL, lambda held: held.total)) is not None:
+            if not kind.total or not self._release_least(kind.largest(), math.inf):
                 return False
         return True
 
@@ -254,13 +257,14 @@ class Pins:
             at = at.parent
         return tokens
 
-    def _fit(self, tokens: int, share: float, held: Callable[[Shares], int]) -> bool:
-        """Whether so many tokens and a state fit into a share beside what is held."""
+    def _full(self, tokens: int, share: float, held: Callable[[Shares], int]) -> Shares | None:
+        """What has no room in a share for so many tokens, or a state, beside what is held; None if
+        both fit.
+        """
         assert self._cost is not None and self._room is not None
         kv, state = tokens * self._cost.kv_bytes_per_token, self._cost.state_bytes
         if self._room.states is None:
-            return held(self._kv) + kv + state <= share * self._room.kv
-        return (
-            held(self._kv) + kv <= share * self._room.kv
-            and held(self._states) + state <= share * self._room.states
-        )
+            return self._kv if held(self._kv) + kv + state > share * self._room.kv else None
+        if held(self._kv) + kv > share * self._room.kv:
+            return self._kv
+        return self._states if held(self._states) + state > share * self._room.states else None
