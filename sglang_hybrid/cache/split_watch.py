@@ -48,7 +48,7 @@ class SplitWatch:
         self._setup, self._recent, self._in_force, self._path = setup, recent, in_force, path
         self._ended = 0
         self._next = FIRST
-        self._most_held = 0  # slots, by running requests
+        self._most_held = 0  # slots, by running requests, since the last search
         self._has_failed = False
         self._thread: threading.Thread | None = None
 
@@ -65,10 +65,11 @@ class SplitWatch:
                 self._next = 2 * self._ended
                 self._thread = threading.Thread(
                     target=self._search,
-                    args=(window, self._in_force()),
+                    args=(window, self._in_force(), self._most_held),
                     name="hybrid-split-watch",
                     daemon=True,
                 )
+                self._most_held = 0
                 self._thread.start()
 
     @property
@@ -80,13 +81,15 @@ class SplitWatch:
         if self._thread is not None:
             self._thread.join()
 
-    def _search(self, make: Callable[[], RequestWindow], spec: Spec) -> None:
-        """Whatever goes wrong here, the server goes on."""
+    def _search(self, make: Callable[[], RequestWindow], spec: Spec, most_held: int) -> None:
+        """Whatever goes wrong here, the server goes on. most_held: slots that running requests have
+        held at once.
+        """
         try:
             window = make()
             room = window.budget
             assert isinstance(room, Split)
-            better = find_better_split(window, spec, self._least(room))
+            better = find_better_split(window, spec, self._least(room, most_held))
             if better is not None and self._path is not None:
                 write_split(self._path, self._learnt(better, room, window.counted))
         except Exception as error:
@@ -103,12 +106,12 @@ class SplitWatch:
         if self.advice != before:
             logger.info("sglang_hybrid: %s", self.advice or "no other split hits more now.")
 
-    def _least(self, room: Split) -> Split:
+    def _least(self, room: Split, most_held: int) -> Split:
         """What must be left beside running requests: KV for the longest request, and slots with
         which as many requests may run as have.
         """
         it = self._setup
-        running = -(-self._most_held // it.held)
+        running = -(-most_held // it.held)
         return Split(
             min(it.context, it.kv_tokens) - (it.kv_tokens - room.kv_tokens),
             it.counted * running - (it.slots - room.slots),

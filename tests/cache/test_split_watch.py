@@ -135,6 +135,8 @@ def test_as_many_requests_may_run_as_have() -> None:
     held.on_finish(Split(800, 0), evicted=False)
     feed(held, FIRST)
     assert held.advice == ""
+    feed(held, FIRST)
+    assert held.advice == free.advice, "that was before the last search"
 
 
 def test_the_longest_request_finds_room() -> None:

@@ -22,7 +22,12 @@ from sglang_hybrid.core.tiers.places import (
     ways,
 )
 from sglang_hybrid.core.tiers.rates import TIERS, Link, Speeds, Tier
-from sglang_hybrid.core.tiers.writes import write_pays
+from sglang_hybrid.core.tiers.writes import (
+    COPIES_REMEMBERED,
+    LEAST_RETURNS,
+    AverageReturns,
+    write_pays,
+)
 from tests.examples import seeds
 
 COST = CostModel.paper_7b()
@@ -85,6 +90,25 @@ def plain_ways(path: list[Node], prompt_len: int, speeds: Speeds) -> list[tuple[
 
 def cheapest_way(path: list[Node], prompt_len: int, cost: CostModel, speeds: Speeds) -> Way:
     return cheapest(ways(path, prompt_len, cost, speeds))
+
+
+def test_what_copies_served_fades() -> None:
+    """However many there were: as many again tell what the latest ones are worth."""
+    totals = [0, 0]
+    returns = AverageReturns(lambda: (totals[0], totals[1]))
+    assert returns.now() == 1.0
+    totals[:] = [100, 399]
+    assert returns.now() == 101 / 400
+    for share in (0.0, 1.0, 0.5):
+        for _ in range(100):
+            totals[1] += 1_000
+            totals[0] += int(1_000 * share)
+            returns.now()
+        for _ in range(10 * COPIES_REMEMBERED // 1_000):
+            totals[1] += 1_000
+            totals[0] += int(1_000 * share)
+            returns.now()
+        assert returns.now() == pytest.approx(max(share, LEAST_RETURNS), abs=0.01)
 
 
 @pytest.mark.parametrize("seed", seeds(20))

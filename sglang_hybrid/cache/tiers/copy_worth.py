@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.core.tiers.writes import CopyJudge, average_returns
+from sglang_hybrid.core.tiers.writes import AverageReturns, CopyJudge
 from sglang_hybrid.core.victims.pool import Scarce
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class WriteJudge:
         self._judge = CopyJudge(
             shadow_tree,
             lambda kind: room(KINDS[kind]),
-            lambda: average_returns(stats.loaded_requests, stats.demoted),
+            AverageReturns(lambda: (stats.loaded_requests, stats.demoted)).now,
         )
 
     def accepts(self, node: UnifiedTreeNode) -> bool:

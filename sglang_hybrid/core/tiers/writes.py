@@ -156,12 +156,33 @@ class CopyJudge:
 LEAST_RETURNS = 0.05
 """Returns that a copy is expected to serve at least: one that is not made cannot show its use."""
 
+COPIES_REMEMBERED = 1_024
+"""Copies after which what earlier ones served counts half."""
 
-def average_returns(loads: int, demoted: int) -> float:
-    """Requests that resumed from the host (`loads`) for each state that the device evicted and the
-    host kept (`demoted`). Both begin at one.
+
+class AverageReturns:
+    """Requests that resumed from the host for each state that the device evicted and the host kept.
+    Old ones count less and less; both begin at one.
+
+    Args:
+        totals: how many such requests and such states there ever were.
     """
-    return max(LEAST_RETURNS, (loads + 1) / (demoted + 1))
+
+    def __init__(self, totals: Callable[[], tuple[int, int]]) -> None:
+        self._totals = totals
+        self._seen = (0, 0)
+        self._loads = self._kept = 1.0
+
+    def now(self) -> float:
+        """Of the latest states."""
+        loads, kept = self._totals()
+        self._loads += loads - self._seen[0]
+        self._kept += kept - self._seen[1]
+        self._seen = loads, kept
+        while self._kept >= 2 * COPIES_REMEMBERED:
+            self._loads /= 2
+            self._kept /= 2
+        return max(LEAST_RETURNS, self._loads / self._kept)
 
 
 def missing_tokens(node: Node) -> int:

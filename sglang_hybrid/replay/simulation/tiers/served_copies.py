@@ -12,7 +12,7 @@ from sglang_hybrid.core.server_settings import ServedTiers, Split
 from sglang_hybrid.core.tiers.places import ALL_TIERS, Unit, copies_of
 from sglang_hybrid.core.tiers.rates import Rates, Tier
 from sglang_hybrid.core.tiers.tier_pool import TierPool
-from sglang_hybrid.core.tiers.writes import CopyJudge, average_returns
+from sglang_hybrid.core.tiers.writes import AverageReturns, CopyJudge
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.core.victims.pool import Scarce
 from sglang_hybrid.replay.simulation.device_memory import pools_of
@@ -41,7 +41,7 @@ class ServedCopies:
         self.judge = CopyJudge(
             self,
             self._free_on_host,
-            lambda: average_returns(memory.counts.loads[Tier.HOST], self.demoted),
+            AverageReturns(lambda: (memory.counts.loads[Tier.HOST], self.demoted)).now,
         )
 
     # What `core.tiers.writes` judges by.
