@@ -91,13 +91,16 @@ def test_another_tenant_has_another_prompt() -> None:
     assert isinstance(it.last_hidden, Answers)
 
 
-@pytest.mark.parametrize("wish", [{"return_hidden_states": True}, {"multimodal_inputs": object()}])
-def test_who_wants_more_is_computed(wish: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("wish", "hit"),
+    [({"return_hidden_states": True}, 0), ({"multimodal_inputs": object()}, len(PROMPT) - 1)],
+)
+def test_who_wants_more_is_computed(wish: dict[str, Any], hit: int) -> None:
     it = server()
     asked_twice(it)
     req = it.arrive(PROMPT)
     vars(req).update(wish)
-    assert it.admit(req) and req.prefix_len == len(PROMPT) - 1
+    assert it.admit(req) and req.prefix_len == hit
     assert it.prefill_step(req) and it.last_hidden is None
     it.finish(req)
     it.check()
