@@ -106,6 +106,28 @@ def test_who_wants_more_is_computed(wish: dict[str, Any], hit: int) -> None:
     it.check()
 
 
+@pytest.mark.parametrize("log_probabilities", [False, True])
+def test_a_retracted_request_goes_on_behind_its_answer(log_probabilities: bool) -> None:
+    """Also one that wants log probabilities from its prompt's last token on, so that it may resume
+    there only: no kept state answers it, and it leaves none.
+    """
+    it = server()
+    asked_twice(it)
+    req = it.begin(PROMPT)
+    req.return_logprob, req.logprob_start_len = log_probabilities, len(PROMPT) - 1
+    it.prefill(req)
+    it.decode(req, [7, 8, 9])
+    it.retract(req)
+    assert it.admit(req)
+    assert req.prefix_len == len(PROMPT) - log_probabilities
+    it.prefill(req)
+    assert it.last_hidden is None
+    it.decode(req, [5, 6])
+    it.finish(req)
+    it.check()
+    assert it.probe([*PROMPT, 7, 8, 9, 5, 1]) == len(PROMPT) + 4
+
+
 def test_what_was_evicted_is_computed() -> None:
     it = server()
     asked_twice(it)

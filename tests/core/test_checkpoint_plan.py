@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,3 +96,15 @@ def test_a_micro_branch_is_told_once() -> None:
         Checkpoint(66, Kind.BRANCH, Skip.MICRO_BRANCH),
     ]
     assert plan.wanted == {99: Kind.PROMPT_END}
+
+
+@pytest.mark.parametrize(("hit_len", "is_worth_it"), [(0, True), (99, True), (101, False)])
+def test_a_state_saves_what_lies_behind_the_hit(hit_len: int, is_worth_it: bool) -> None:
+    """Against a victim that saves 300 tokens."""
+    tree = NodeTree()
+    pool = Pool(Scarce.STATES, CostModel.paper_7b(), make_policy("seglen"), tree.clock)
+    tree.listen(pool)
+    tree.give_state(tree.add(tree.root, 1, 300), Kind.TAIL)
+    plan: CheckpointPlan[int] = CheckpointPlan(500, hit_len, {400: Kind.BRANCH}, None)
+    taken, _ = plan.take(Slots(pool), [400], 500)
+    assert bool(taken) is is_worth_it

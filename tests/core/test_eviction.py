@@ -297,6 +297,31 @@ def test_who_comes_back_for_an_evicted_state_resumes_above_it() -> None:
     assert pool.cheapest() == (above, above.last_used - NEVER)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_demands_the_latest_counts(first: int) -> None:
+    """Two sessions that share a state; the second one was here later. Whichever loses its own state
+    first, the shared one inherits the demand of the second.
+    """
+    tree = NodeTree()
+    policy = Reuse(History(TimeUnit.REQUESTS))
+    above = tree.add(tree.root, "shared", 1_000)
+    tree.give_state(above, Kind.BRANCH)
+    tails, ends = [], []
+    for session in (1, 2):
+        tree.clock.advance()
+        tokens = np.concatenate([np.arange(1_000), 10_000 * session + np.arange(500)])
+        tail = tree.add(above, session, 500)
+        tree.give_state(tail, Kind.TAIL)
+        ends.append(policy.history.observe(tokens, 1_200, tree.clock).at(1_500))
+        tree.link_history(tail, ends[-1])
+        tails.append(tail)
+    for tail in (tails[first], tails[1 - first]):
+        policy.on_eviction(tail, 0.0)
+        tree.remove(tail)
+    assert above.inherited_demand is not None
+    assert above.inherited_demand[1] is ends[1]
+
+
 def test_a_state_between_two_places_leaves_nothing_to_the_one_above() -> None:
     """Who comes back resumes from the tail, which is there; not from the state above the middle."""
     depths = {"above": 1000, "middle": 1500, "tail": 2000}

@@ -209,3 +209,18 @@ def test_when_is_worth_knowing_where_all_sessions_go_on() -> None:
     said = model.on_end([], 9_000.0, Hint.after(5))
     assert said.return_after == pytest.approx(5.0)
     assert bucket_of(said.expected, said.wait) == EXPECTATIONS
+
+
+def test_a_hint_that_comes_after_a_return_changes_nothing() -> None:
+    """A request has resumed within the sequence, whose end nobody has continued."""
+    history, clock = History(), Clock()
+    tokens = np.arange(60)
+    clock.advance(1.0)
+    end = history.observe(tokens, 50, clock, [40]).nodes[-1]
+    answer = end.last
+    assert answer is not None
+    clock.advance(2.0)
+    history.observe(np.concatenate([tokens[:40], 1_000 + np.arange(20)]), 50, clock)
+    assert answer.returned is not None and end.last is answer
+    history.hint(tokens, Hint.ENDS)
+    assert answer.hint is None

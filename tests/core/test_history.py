@@ -319,3 +319,17 @@ def test_a_page_is_within_reach() -> None:
     """A checkpoint rounded down to its page still stands for the place below it."""
     assert History().max_offset == 16
     assert History(page_size=64).max_offset == 64
+
+
+def test_what_led_only_to_the_oldest_leaf_is_forgotten_next() -> None:
+    """Before a sequence that was here later."""
+    history, clock = History(), Clock()
+    for start in (0, 100):
+        clock.advance()
+        history.observe(np.arange(start, start + 20), 15, clock, [10])
+    tree = history.tree()
+    (old, late) = tree.root.children.values()
+    for left in ([old, late], [late]):
+        tree.forget_oldest()
+        assert list(tree.root.children.values()) == left
+    assert late.children

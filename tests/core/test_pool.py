@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from sglang_hybrid.core.checkpoints.checkpoint_plan import hypothetical_node
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import SETTLED_AT_ONCE, NodeTree
 from sglang_hybrid.core.records.nodes import Kind, Node, anchor
@@ -85,3 +86,18 @@ def test_what_changed_meanwhile_is_never_chosen_by_what_was_known_of_it() -> Non
         assert following is not None and following[0] is not node
         assert not following[0].state_locked
         chosen = following
+
+
+@pytest.mark.parametrize("enough", [False, True])
+def test_a_new_state_competes_unless_leaves_without_one_give_back_its_bytes(enough: bool) -> None:
+    """Two of them, in one memory."""
+    tree = NodeTree()
+    pool = Pool(Scarce.SHARED, PAPER, SegLen(), tree.clock)
+    tree.listen(pool)
+    tree.give_state(tree.add(tree.root, "victim", 100), Kind.TAIL)
+    needed = PAPER.state_bytes // PAPER.kv_bytes_per_token + 1
+    for name, tokens in (("leaf", needed // 2), ("other", needed - needed // 2 - (not enough))):
+        tree.add(tree.root, name, tokens)
+    comparison = pool.compare_with_victim(hypothetical_node(500, Kind.TAIL, 0, None, tree.clock))
+    assert (comparison is None) is enough
+    assert comparison is None or comparison.beats_victim

@@ -17,7 +17,7 @@ from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.tiers.places import Placement, copies_of, was_refused
 from sglang_hybrid.core.tiers.rates import Link, Rates, Speeds, Tier
 from sglang_hybrid.core.tiers.tier_pool import TierPool
-from sglang_hybrid.core.tiers.writes import refuse
+from sglang_hybrid.core.tiers.writes import CopyJudge, refuse
 from sglang_hybrid.core.victims.eviction import Lru, Marconi, Policy, Reuse
 from sglang_hybrid.core.victims.pool import Scarce
 from tests.core.plain import plain_evictions, plain_next_victims
@@ -202,6 +202,34 @@ def test_a_copy_that_is_worth_more_outranks_what_it_pushes_out_on_one_scale() ->
     assert not pool.outranks_pushed_out(better, 4 * each)
     assert not pool.outranks_pushed_out(worse, each)
     assert not pool.check(cache.tree.walk())
+
+
+@pytest.mark.parametrize(("others", "is_worth_it"), [(3, True), (4, False)])
+def test_a_copy_pushes_out_only_what_free_room_does_not_hold(
+    others: int, is_worth_it: bool
+) -> None:
+    """A long prefix, for which the host has room but for the KV of so many short ones. It has three
+    of these to push out, and must not count on more.
+    """
+    cache = Cache(Lru())
+    kv = TierPool(HOST, Scarce.KV, COST, Lru(), cache.tree.clock, cache.rates)
+    cache.tree.listen(kv)
+    for _ in range(3):
+        cache.leaf(500, HOST)
+    long = cache.leaf(20_000, DEVICE)
+    room = {Scarce.KV: 20_000 - others * 500, Scarce.STATES: 1}
+    judge = CopyJudge(HostPools(cache, kv), room.__getitem__, lambda: 1.0)
+    assert judge.worth_resuming(long) is is_worth_it
+
+
+class HostPools:
+    """The pools on the host of `cache`: KV has one of its own."""
+
+    cost, has_states = COST, True
+
+    def __init__(self, cache: Cache, kv: TierPool) -> None:
+        self.speeds, self.clock = cache.rates, cache.tree.clock
+        self.host_kv_pool, self.host_state_pool = kv, cache.host
 
 
 @pytest.mark.parametrize("scarce", [Scarce.SHARED, Scarce.KV])

@@ -129,8 +129,10 @@ def test_response_ratio_favours_who_waited_long_for_little() -> None:
     assert waiting.arrange(now=9.5) == ["long", "short"]
 
 
-def test_who_is_in_the_window_stays_in() -> None:
-    waiting = line(Window(2), cold=hit(0), cold_2=hit(0))
+@pytest.mark.parametrize("with_priorities", [False, True])
+def test_who_is_in_the_window_stays_in(with_priorities: bool) -> None:
+    waiting = line(Window(2), with_priorities=with_priorities, cold=hit(0), cold_2=hit(0))
+    assert waiting.arrange() == ["cold", "cold_2"]
     waiting.add("hit", hit(0.9))
     assert waiting.arrange() == ["cold", "cold_2", "hit"]
     waiting.run("cold")

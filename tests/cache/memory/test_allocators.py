@@ -168,6 +168,15 @@ def test_room_for_requests_counts_both_kinds() -> None:
     assert not budget.slots_fit(most, 0)
 
 
+@pytest.mark.parametrize("per_granule", [1, 4, 16])
+def test_no_more_room_is_promised_than_whole_granules_have(per_granule: int) -> None:
+    """A state has left part of a granule beside it."""
+    kv, slots = build(per_granule=per_granule)
+    slots.alloc(1)
+    promised = budget_of(kv, tree()).remaining_total
+    assert kv.available_size() - per_granule < promised <= kv.available_size()
+
+
 def test_a_row_in_use_keeps_its_granule_from_states() -> None:
     """All KV but one row in each granule can go: no byte of these granules makes room for one."""
     kv, _ = build(per_granule=16)
