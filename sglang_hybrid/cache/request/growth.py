@@ -54,7 +54,6 @@ class PathGrowth:
             self._shadow_tree is not None
             and is_plain(core)
             and not core.enable_external_cache_linker
-            and req.kv_rotation_base is None
             and req.last_node in core._node_arena
         )
 

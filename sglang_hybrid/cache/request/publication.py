@@ -73,8 +73,8 @@ class Publication:
         self.inserting = (self.carried.position, self.carried.kind)
         return self.carried.position
 
-    def inserted(self, result: InsertResult | None) -> None:
-        """SGLang's insertion is over; None: there was none."""
+    def inserted(self, result: InsertResult) -> None:
+        """SGLang's insertion is over."""
         if self.carried is not None:
             self._give_back_unless_taken(self.carried, result)
             self.carried = None
@@ -87,10 +87,8 @@ class Publication:
     def publish_rest(self, growth: PathGrowth) -> None:
         """Insert the other planned states, at positions whose KV is the tree's by now."""
         for checkpoint in self.ready:
-            result = None
-            if checkpoint.position <= self.req.kv.cache_protected_len:
-                self.inserting = (checkpoint.position, checkpoint.kind)
-                result = growth.insert(self.req, self._params(checkpoint), checkpoint.position)
+            self.inserting = (checkpoint.position, checkpoint.kind)
+            result = growth.insert(self.req, self._params(checkpoint), checkpoint.position)
             self._give_back_unless_taken(checkpoint, result)
         self.ready = []
 
@@ -101,12 +99,9 @@ class Publication:
             inserted_len=checkpoint.position,
             priority=self.req.priority or 0,
             session_id=self.req.session_id,
-            rotation_base=self.req.kv_rotation_base,
         )
 
-    def _give_back_unless_taken(
-        self, checkpoint: PendingCheckpoint, result: InsertResult | None
-    ) -> None:
-        """The tree keeps one state per node, and SGLang may keep a request out of it."""
-        if result is None or result.mamba_exist:
+    def _give_back_unless_taken(self, checkpoint: PendingCheckpoint, result: InsertResult) -> None:
+        """The tree keeps one state per node."""
+        if result.mamba_exist:
             self.slots.give_back(checkpoint.slot)
