@@ -77,6 +77,23 @@ def time_prefill(
     return result
 
 
+def count_newest_token(count: Callable[[Any], None], batch: Any) -> None:
+    """A decode step counts, for penalties, the token at its position. Drafts are counted by
+    SGLang, one of those that a step accepts.
+    """
+    from sglang_hybrid.serving.requests.penalties import count_newest
+
+    (count if not batch.spec_algorithm.is_none() else count_newest)(batch)
+
+
+def count_earlier_tokens(_: None, orchestrator: Any, *__: Any, **___: Any) -> None:
+    """Penalties of a request that was retracted count what it had answered before."""
+    if orchestrator.is_required:
+        from sglang_hybrid.serving.requests.penalties import count_earlier
+
+        count_earlier(orchestrator)
+
+
 def outlive_profiler(step: Callable[[Any, Any], None], profiler: Any, batch: Any) -> None:
     """A profile that cannot be written ends the profile, and the server goes on."""
     from sglang_hybrid.serving.requests.control import profile_step

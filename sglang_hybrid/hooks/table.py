@@ -38,6 +38,15 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.schedule_batch",
         ("Req.__init__", _AFTER, scheduling.name_tenant),
         ("Req._compute_max_prefix_len", _AFTER, scheduling.compute_hidden_states),
+        (
+            "ScheduleBatch.cumulate_penalty_output_tokens",
+            _AROUND,
+            scheduling.count_newest_token,
+        ),
+    ),
+    *_in(
+        "sglang.srt.sampling.penaltylib.orchestrator",
+        ("BatchedPenalizerOrchestrator.__init__", _AFTER, scheduling.count_earlier_tokens),
     ),
     *_in(
         "sglang.srt.session.session_controller",
