@@ -15,7 +15,11 @@ import torch
 
 def count_newest(batch: Any) -> None:
     """Count one token for each request of a batch that is about to decode."""
-    newest = [_tokens(req, req.kv.kv_committed_len - _lag(batch), 1)[0] for req in batch.reqs]
+    newest = []
+    for req in batch.reqs:
+        known = len(req.origin_input_ids) + len(req.output_ids)
+        at = min(req.kv.kv_committed_len - _lag(batch), known - 1)
+        newest += _tokens(req, at, 1)
     on_device = _to_device(newest, batch.device)
     batch.sampling_info.penalizer_orchestrator.cumulate_output_tokens(on_device)
 
