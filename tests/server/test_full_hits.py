@@ -4,6 +4,8 @@ without a forward, with the same tokens and log probabilities.
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,9 +13,11 @@ from statistics import median
 from typing import Any
 
 import pytest
+import requests
 
 from tests.server.client import (
     CHECKED,
+    TOLERANCE,
     Serve,
     ask,
     cached,
@@ -24,7 +28,11 @@ from tests.server.client import (
     said,
     same,
 )
+from tests.server.one_memory import SGLANGS_POOL, all_is_free
+from tests.server.repeats import LONGEST_ANSWER, WISHES, Repeats
 from tests.server.test_checkpoints import CONFIGURATIONS
+from tests.server.test_soak import CHECKED as SOAKED
+from tests.server.test_soak import PRIORITIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -40,6 +48,22 @@ MODELS = (
 )
 WITH = ("extra buffer", "chunks of 128", "lazy", "no overlap", "two ranks", "SGLang's pool")
 ROWS = [*((model, "default") for model in MODELS), *(("nemotron-h", each) for each in WITH)]
+
+
+REPEATS = 1_000
+SLOTS = 24
+SMALL = (
+    *("--max-running-requests", "8", "--max-total-tokens", "4000", "--chunked-prefill-size", "256"),
+    *("--max-mamba-cache-size", str(SLOTS), *PRIORITIES),
+)
+OFTEN = {**SOAKED, "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+LOADED = {
+    "default": ("nemotron-h", ()),
+    "two pools": ("qwen3.5", ("--hybrid-memory", "split")),
+    "SGLang's pool": ("nemotron-h", SGLANGS_POOL),
+    "no overlap": ("kimi-linear", ("--disable-overlap-schedule",)),
+    "extra buffer": ("falcon-h1", CONFIGURATIONS["extra buffer"]),
+}
 
 
 def is_full(record: dict[str, Any]) -> bool:
@@ -81,6 +105,51 @@ def test_answers_are_those_of_an_empty_cache(
         assert hybrid_cache(url)["full_hits"]["kept"] == 0
         assert same(ask(url, prompts[0]), right[0])
         assert said(server)
+
+
+@pytest.mark.parametrize("configuration", LOADED)
+def test_repeats_under_load_are_answered_as_by_an_empty_cache(
+    configuration: str, serve: Serve
+) -> None:
+    """Few prompts again and again, on small pools, streamed, in batches, as samples, aborted,
+    retracted and pushed out by others. Hundreds of answers need no forward of a prompt.
+    """
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    of, flags = LOADED[configuration]
+    with serve(*ON, *SMALL, *flags, of=of, module=CHECKED["module"], environment=OFTEN) as server:
+        repeats = Repeats(server.url, seed)
+        asyncio.run(repeats.send(REPEATS))
+        seen = hybrid_cache(server.url)
+        full = [asked for asked in repeats.asked if is_full(asked.record)]
+        print(f"{len(full)} of {len(repeats.asked)} full hits", repeats.outcomes)
+        assert len(full) > len(repeats.asked) / 4
+        assert {asked.how for asked in full} == {"alone", "batch", "samples", "stream"}
+        assert {asked.wish for asked in full} == set(range(len(WISHES)))
+        assert any(asked.record["meta_info"]["num_retractions"] for asked in full)
+        assert repeats.outcomes["abort"] and repeats.outcomes["hung up"]
+        assert seen["evicted"] and seen["happened"]["preemptions"]
+        right = {}
+        for asked in repeats.asked:
+            key = asked.prompt, asked.wish
+            if key not in right:
+                body = repeats.body_of(*key, LONGEST_ANSWER) | {"cache_salt": f"cold {key}"}
+                right[key] = requests.post(server.url + "/generate", json=body, timeout=300).json()
+                assert cached(right[key]) == 0
+            is_beginning_of(asked.record, right[key])
+        flush(server.url, 60)
+        assert all_is_free(hybrid_cache(server.url), SLOTS)
+        assert said(server)
+
+
+def is_beginning_of(record: dict[str, Any], right: dict[str, Any]) -> None:
+    """Asserts that a shorter answer is that of a longer one, up to where two tokens are tied."""
+    answers = [it["meta_info"]["output_token_logprobs"] for it in (record, right)]
+    assert len(answers[0]) == len(record["output_ids"]) <= len(answers[1])
+    for mine, other in zip(*answers, strict=False):
+        assert mine[0] == pytest.approx(other[0], abs=TOLERANCE)
+        if mine[1] != other[1]:
+            return
 
 
 def test_the_first_token_is_sooner(serve: Serve) -> None:
