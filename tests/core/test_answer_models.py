@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 
 import pytest
 
@@ -92,6 +93,28 @@ def test_a_flood_of_tenants_that_never_come_back_costs_others_nothing() -> None:
     assert models.of("a") is known and known.can_predict
     assert models.counts == counts == {"halved": 0, "dropped": 0}
     assert held(models) == models.held_bytes <= 10 * LEAST_BYTES
+
+
+@dataclass(frozen=True)
+class Salted:
+    """A tenant that a client makes of a salt."""
+
+    payer: str
+    salt: int
+
+
+def test_the_models_of_a_payer_with_many_tenants_give_way_to_each_other() -> None:
+    """However many a client makes, and though each comes back."""
+    models = AnswerModels(16 * LEAST_BYTES)
+    tenants = Tenants(models)
+    tenants.rotate(["quiet"], 200)
+    before = tenants.turn("quiet").held_bytes
+    assert before > 2 * LEAST_BYTES
+    for first in range(0, 200, 20):
+        tenants.rotate([Salted("busy", first + more) for more in range(20)], 40)
+    assert models.counts["dropped"] and models.counts["halved"]
+    assert models._models["quiet"].held_bytes == before
+    assert held(models) == models.held_bytes <= 16 * LEAST_BYTES
 
 
 def test_the_largest_tenant_gives_way_first() -> None:

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final
 
-from sglang_hybrid.core.records.shares import Shares
+from sglang_hybrid.core.records.shares import Shares, payer_of
 from sglang_hybrid.core.returns.answers import AnswerModel, Calibration, LearntAnswers
 
 LEAST_BYTES: Final = 32 << 10
@@ -25,8 +25,9 @@ class AnswerModels:
     Where they take more, they give way in this order. 1 Models that have learnt nothing yet, of the
     tenant that was absent longest first: a flood of tenants that never come back costs others
     nothing. 2 What an earlier server had learnt of tenants that have not come yet. 3 The largest
-    model forgets half of what it keeps, while it takes more than LEAST_BYTES. 4 A model is dropped,
-    that of the latest new tenant or that of the tenant that was absent longest (ADMITTED).
+    model of the payer with most (`core/records/shares.py`) forgets half of what it keeps, while it
+    takes more than LEAST_BYTES. 4 A model is dropped, that of the latest new tenant or that of the
+    tenant that was absent longest (ADMITTED); one of that payer if it has several.
 
     counts: halved, dropped: how often 3 and 4 happened, and how often 2.
     """
@@ -36,7 +37,8 @@ class AnswerModels:
         self._models: OrderedDict[Hashable, AnswerModel] = OrderedDict()  # absent longest first
         self._blank: OrderedDict[Hashable, None] = OrderedDict()  # those that have learnt nothing
         self._learnt: OrderedDict[Hashable, None] = OrderedDict()  # the others, the newest last
-        self._sizes = Shares()
+        self._sizes: dict[Hashable, Shares] = {}  # by payer: bytes of each tenant's model
+        self._paid = Shares()
         self._saved: OrderedDict[str, LearntAnswers] = OrderedDict()  # of tenants yet to come
         self._saved_bytes = 0
         self._name_of: Callable[[Any], str] = repr
@@ -49,7 +51,7 @@ class AnswerModels:
     @property
     def held_bytes(self) -> int:
         """Memory of all models, and of what is kept of tenants that have not come yet."""
-        return self._sizes.total + self._saved_bytes
+        return self._paid.total + self._saved_bytes
 
     def of(self, tenant: Hashable) -> AnswerModel | None:
         """The model of `tenant`, which counts as present now; None where no model may be kept. Call
@@ -85,8 +87,17 @@ class AnswerModels:
             self._give_way(tenant)
 
     def _measure(self, tenant: Hashable) -> None:
-        held = self._models[tenant].held_bytes
-        self._sizes.change(tenant, held - self._sizes.of(tenant))
+        self._charge(tenant, self._models[tenant].held_bytes)
+
+    def _charge(self, tenant: Hashable, held: int) -> None:
+        """`tenant` holds so many bytes now."""
+        payer = payer_of(tenant)
+        sizes = self._sizes.setdefault(payer, Shares())
+        by = held - sizes.of(tenant)
+        sizes.change(tenant, by)
+        self._paid.change(payer, by)
+        if not len(sizes):
+            del self._sizes[payer]
 
     def _give_way(self, present: Hashable) -> None:
         blank = next(iter(self._blank), present)
@@ -98,21 +109,24 @@ class AnswerModels:
             self._saved_bytes -= saved.held_bytes
             self.counts["dropped"] += 1
             return
-        largest = self._sizes.largest()
-        if self._sizes.of(largest) > LEAST_BYTES:
+        payer = self._paid.largest()
+        sizes = self._sizes[payer]
+        largest = sizes.largest()
+        if sizes.of(largest) > LEAST_BYTES:
             self._models[largest].forget_half()
             self._measure(largest)
             self.counts["halved"] += 1
             return
         self.counts["dropped"] += 1
-        absent, newest = next(iter(self._models)), next(reversed(self._learnt), present)
-        self._drop(newest if self.counts["dropped"] % ADMITTED else absent)
+        all_pay = len(sizes) == 1
+        models = reversed(self._learnt) if self.counts["dropped"] % ADMITTED else iter(self._models)
+        self._drop(next((one for one in models if all_pay or payer_of(one) == payer), present))
 
     def _drop(self, tenant: Hashable) -> None:
         del self._models[tenant]
         self._blank.pop(tenant, None)
         self._learnt.pop(tenant, None)
-        self._sizes.change(tenant, -self._sizes.of(tenant))
+        self._charge(tenant, 0)
 
     def export(self, name_of: Callable[[Any], str]) -> Iterator[tuple[str, LearntAnswers]]:
         """What was learnt of each tenant, by its name, with what was restored and not used yet; one
