@@ -129,7 +129,9 @@ def named_lines(path: Path) -> Iterator[bytes]:
             yield from _bounded_lines(unpacked, path, most)
 
 
-def _bounded_lines(file: IO[bytes], path: Path, left: int | None = None) -> Iterator[bytes]:
+def _bounded_lines(
+    file: IO[bytes] | gzip.GzipFile, path: Path, left: int | None = None
+) -> Iterator[bytes]:
     """left: bytes that all lines together may have, None without a bound."""
     while line := file.readline(MOST_BYTES + 1 if left is None else min(MOST_BYTES, left) + 1):
         if len(line) > MOST_BYTES:

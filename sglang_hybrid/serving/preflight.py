@@ -161,9 +161,9 @@ def check_ranges(flags: argparse.Namespace) -> None:
         if value is not None and not least <= value <= most:
             bound = f"{least} or more" if value < least else f"{most:,} at most"
             raise StartupError(f"{flag_name(name)} {shown(value)}: give {bound}, or leave it out.")
-    for name, (most, what) in ABOVE_ZERO.items():
+    for name, (highest, what) in ABOVE_ZERO.items():
         value = getattr(flags, name, None)
-        if value is not None and not 0 < value <= most:
+        if value is not None and not 0 < value <= highest:
             raise StartupError(f"{flag_name(name)} {value:g}: give {what}, or leave it out.")
 
 

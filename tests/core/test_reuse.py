@@ -6,6 +6,7 @@ import copy
 import heapq
 import random
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -411,7 +412,13 @@ def test_a_request_does_a_bounded_part_of_a_rebuilding(monkeypatch: pytest.Monke
     work, requests = index._work, 1
     assert work is not None and index.version == 0
     steps = list[float]()
-    index._work = (steps.append(cost) or cost for cost in work)
+
+    def counted() -> Iterator[float]:
+        for cost in work:
+            steps.append(cost)
+            yield cost
+
+    index._work = counted()
     while not index.version:
         before = len(steps)
         index.on_request(20_000.0)
