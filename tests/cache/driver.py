@@ -539,9 +539,12 @@ class Server:
         cache_salt: str | None = None,
         session: Hint | None = None,
         pins: Sequence[PinRequest] = (),
+        *,
+        extra_key: str | None = None,
     ) -> int:
         """A request from arrival to end, alone; returns its hit length."""
-        req = self.begin(tokens, stamp, cache_salt=cache_salt, session=session, pins=pins)
+        named = {"extra_key": extra_key, "cache_salt": cache_salt}
+        req = self.begin(tokens, stamp, session=session, pins=pins, **named)
         hit = int(req.prefix_len)
         self.complete(req, answer)
         return hit
@@ -553,7 +556,7 @@ class Server:
                 request.tokens[: request.input_len].astype(np.int64).tolist(),
                 request.tokens[request.input_len :].astype(np.int64).tolist() or [0],
                 request.arrival,
-                request.tenant or None,
+                extra_key=request.tenant or None,
                 pins=request.pins,
             )
             for request in requests

@@ -98,15 +98,19 @@ def test_whoever_resumes_from_a_pin_makes_it_last() -> None:
     assert it.cache.shadow_tree.tree.pins.next_expiry == 500.0
 
 
-def test_a_share_is_not_exceeded_and_tenants_do_not_share_theirs() -> None:
+@pytest.mark.parametrize(("of", "left"), [("extra_key", 4), ("cache_salt", 2)])
+def test_a_share_is_not_exceeded_and_payers_do_not_share_theirs(of: str, left: int) -> None:
+    """A salt makes another tenant, but no other payer."""
     it = server(states=16, hybrid_pin_share=0.125)
     for number in range(6):
-        prompt, salt = run(40, number), "a" if number % 2 else None
-        it.serve(prompt, run(3, 90 + number), 1.0 + number, salt, pins=[PinRequest(30, 60)])
+        name: dict[str, Any] = {of: "a"} if number % 2 else {}
+        pins = [PinRequest(30, 60)]
+        it.serve(run(40, number), run(3, 90 + number), 1.0 + number, pins=pins, **name)
     info = it.cache.server_info()["pins"]
-    assert (info["pins"], info["pinned"], info["gave_way"]) == (4, 6, 2)
-    assert it.cache.shadow_tree.tree.pins.of(None) == it.cache.shadow_tree.tree.pins.of((None, "a"))
-    assert info["bytes"] == 2 * it.cache.shadow_tree.tree.pins.of(None)
+    assert (info["pins"], info["pinned"], info["gave_way"]) == (left, 6, 6 - left)
+    held = it.cache.shadow_tree.tree.pins
+    assert held.of("a") == (held.of(None) if of == "extra_key" else 0)
+    assert info["bytes"] == held.of(None) + held.of("a")
     assert set(info) == {
         *("pins", "bytes", "share_of_a_tenant", "bytes_of_a_tenant"),
         *("pinned", "refused", "gave_way", "expired", "evicted"),
