@@ -212,6 +212,14 @@ HOOKS: tuple[Hook, ...] = (
         ("kill_process_tree", _AROUND, serving.kill_process_tree),
     ),
     *_in(
+        "sglang.srt.managers.tokenizer_manager_score_mixin",
+        (
+            "TokenizerManagerScoreMixin._resolve_overrides_for_sequence",
+            _BEFORE,
+            serving.check_overrides,
+        ),
+    ),
+    *_in(
         "sglang.srt.entrypoints.engine",
         ("kill_process_tree", _AROUND, serving.kill_process_tree),
         ("Engine._launch_subprocesses", _AFTER, serving.note_shared_memory),

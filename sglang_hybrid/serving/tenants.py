@@ -29,6 +29,7 @@ from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE, hashed, secret
 from sglang_hybrid.serving import headers
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED
+from sglang_hybrid.serving.names import check_name
 from sglang_hybrid.serving.stored_keys import OF_KEY, check_key, payer, stored_under
 
 if TYPE_CHECKING:
@@ -127,9 +128,7 @@ def tenant_fields(http: Request) -> dict[str, str | list[str]]:
         if name == EXTRA_KEY:
             given += filter(None, headers.values(getattr(http, "headers", {}), HEADER))
         for value in given:
-            texts = value if isinstance(value, list) else [value]
-            if not all(isinstance(text, str) for text in texts):
-                raise ValueError(f"{name} is {str(value)[:80]}; it must be a text.")
+            check_name(name, value)
             if said.setdefault(name, value) != value:
                 raise ValueError(_two_values(name))
     return said
@@ -173,6 +172,7 @@ def put_tenant(request: Any, http: Request | None) -> None:
                 )
             continue
         own: Any = getattr(request, name)
+        check_name(name, own)
         if name == EXTRA_KEY:
             own = _without_key(own, key)
         own = own or wanted

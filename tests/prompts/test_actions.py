@@ -119,6 +119,14 @@ def test_a_rate_gives_turns_on_a_busy_server() -> None:
     assert starts == [1.0, 11.0, 21.0]
 
 
+def test_a_slow_rate_holds_up_no_others_prompts() -> None:
+    it = Steps(busy=1_000)
+    asyncio.run(it.turns.take(100, 1e-6, payer="a"))
+    asyncio.run(it.turns.take(100, 100.0, payer="b"))
+    asyncio.run(it.turns.take(100, 100.0, payer="b"))
+    assert it.now < 10
+
+
 def test_a_client_that_goes_away_waits_no_more() -> None:
     async def gone() -> bool:
         return True

@@ -116,12 +116,16 @@ def test_files_are_read_from_the_schemas_folder_only(tmp_path: Path) -> None:
             2,
             "length of parameter 'p' is 'x'",
         ),
-        (
-            '<schema name="s"><module name="a">\n'
-            f'<parameter name="p" length="000000001{"9" * 4_200}"/></module></schema>',
-            2,
-            "length of parameter 'p' is '00000000199",
+        *(
+            (
+                f'<schema name="s"><module name="a">\n<parameter name="p" length="{length}"/>'
+                "</module></schema>",
+                2,
+                "length of parameter 'p' is '",
+            )
+            for length in ("0", "-1", "1000000", "000000001" + "9" * 4_200, "9" * 5_000, "\u0661")
         ),
+        (f'<schema name="s">\n<module name="{"a" * 129}"/></schema>', 2, "longer than 128 char"),
         ('<schema name="s">\n<union>text</union></schema>', 2, "a <union> holds modules only"),
         ('<schema name="s">\n<union/></schema>', 2, "must have one module at least"),
         (

@@ -1,43 +1,131 @@
-"""A thousand requests that nobody would send: none ends a process, hangs or changes an answer."""
+"""Requests that nobody would send: none ends a process, hangs, changes an answer or is answered
+with an error of the server's own.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import ask, random_prompt
-from tests.server.fuzz import Findings, cases, send
+from sglang_hybrid.serving.server_process import ServerProcess, event_flags
+from tests.server import fuzz
+from tests.server.client import ask, flush, random_prompt
+from tests.server.sweep import (
+    Right,
+    Swept,
+    admin_requests,
+    cases,
+    client_requests,
+    fields_of,
+    prepare,
+    sample,
+    sweep,
+)
 
-CASES = int(os.environ.get("FUZZ_CASES", "1000"))
+CASES = int(os.environ.get("FUZZ_CASES", "300"))
 SEED = int(os.environ.get("FUZZ_SEED", "13"))
+QUICK_CASES = 300
 
-FLAGS = ("--enable-cache-report", "--enable-metrics", "--context-length", "512")
-"""A short context, as a request may ask for an answer that fills it."""
+FLAGS = ("--enable-cache-report", "--enable-metrics", "--enable-response-store")
+SHORT = ("--context-length", "512")
+"""As a request may ask for an answer that fills the context."""
 
-ANSWERS = (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.NOT_IMPLEMENTED)
-"""Statuses above 499 that are one: something failed, or this server is not made for it."""
+SERVERS = {
+    "default": (*FLAGS, "--hybrid-ui", "text", *event_flags()),
+    "transformer": ("--hybrid-default-model", "transformer", *FLAGS),
+    "embeddings": (*FLAGS, "--enable-return-hidden-states", "--disable-radix-cache"),
+    "images": ("--hybrid-default-model", "qwen3.5-vl", *FLAGS),
+}
+"""Flags of the servers that all cases are sent to."""
+
+PROMPT = random_prompt(40, seed=1)
 
 
 def processes(server: ServerProcess) -> set[tuple[int, float]]:
     return {(one.pid, one.create_time()) for one in server.processes()}
 
 
+def width_of(url: str) -> int:
+    """Values of an embedding of the served model."""
+    told = requests.get(url + "/model_info", timeout=60).json()
+    config = json.loads((Path(told["model_path"]) / "config.json").read_text())
+    return int(config.get("text_config", config)["hidden_size"])
+
+
+def looks_the_same(url: str) -> Callable[[], None]:
+    """What asks for a usual answer again, and asserts that it is the same."""
+    first = ask(url, PROMPT, 8)["output_ids"]
+
+    def check() -> None:
+        assert ask(url, PROMPT, 8)["output_ids"] == first, "a usual answer is another one"
+
+    return check
+
+
+def all_cases(url: str, rights: Sequence[Right]) -> Any:
+    return cases(rights, fields_of(requests.get(url + "/openapi.json", timeout=60).json()))
+
+
+def assert_unharmed(server: ServerProcess, before: set[tuple[int, float]], found: Swept) -> None:
+    print(found.summary())
+    assert processes(server) == before
+    assert "hit an exception" not in server.log.read_text(errors="replace")
+    assert not found.mistakes, found.summary()
+
+
+def test_a_sample_of_the_cases(default_process: ServerProcess, url: str) -> None:
+    """Others in each run."""
+    seed = time.time_ns()
+    before, check = processes(default_process), looks_the_same(url)
+    prepare(url)
+    chosen = sample(all_cases(url, client_requests(width_of(url))), QUICK_CASES, seed)
+    try:
+        assert_unharmed(default_process, before, sweep(url, chosen, check))
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
+    finally:
+        flush(url)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("flags", SERVERS.values(), ids=SERVERS)
+def test_every_odd_value_in_every_field(flags: Sequence[str], tmp_path: Path) -> None:
+    with ServerProcess([*flags, *SHORT], directory=tmp_path) as server:
+        before, check = processes(server), looks_the_same(server.url)
+        prepare(server.url)
+        every = all_cases(server.url, client_requests(width_of(server.url)))
+        assert_unharmed(server, before, sweep(server.url, every, check))
+    assert list(tmp_path.iterdir()) == [], "a request made a file"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_odd_value_of_an_operator(tmp_path: Path) -> None:
+    with ServerProcess([*SERVERS["default"], *SHORT], directory=tmp_path) as server:
+        before, check = processes(server), looks_the_same(server.url)
+        every = all_cases(server.url, admin_requests())
+        assert_unharmed(server, before, sweep(server.url, every, check, threads=1))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3 * 3600)
-def test_no_request_ends_the_server(tmp_path: Path) -> None:
+def test_what_the_schema_allows_and_forbids(tmp_path: Path) -> None:
     """FUZZ_CASES and FUZZ_SEED ask for others; `-s` shows the summary."""
-    found = Findings()
-    prompt = random_prompt(40, seed=1)
-    with ServerProcess(FLAGS, directory=tmp_path) as server:
-        first = ask(server.url, prompt, 8)["output_ids"]
-        before = processes(server)
+    found = Swept()
+    with ServerProcess([*FLAGS, *SHORT], directory=tmp_path) as server:
+        before, check = processes(server), looks_the_same(server.url)
         schema = requests.get(server.url + "/openapi.json", timeout=60).json()
 
         @seed(SEED)
@@ -48,17 +136,15 @@ def test_no_request_ends_the_server(tmp_path: Path) -> None:
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        @given(cases(schema))
+        @given(fuzz.cases(schema))
         def attack(case: schemathesis.Case) -> None:
-            status, seconds, text = send(server.url, case)
-            found.note(case, status, seconds, text)
-            assert status < 500 or status in ANSWERS, (case, status, text)
-            assert ask(server.url, prompt, 8)["output_ids"] == first
+            name = f"{case.method} {case.operation.path}"
+            status, seconds, text = fuzz.send(server.url, case)
+            found.note(name, f"{name}: {case.body}", status, seconds, text)
+            assert status <= HTTPStatus.NOT_IMPLEMENTED, (case, status, text)
+            check()
 
         attack()
-        assert processes(server) == before
-        log = server.log.read_text(errors="replace")
-    print(found.summary())
-    assert "hit an exception" not in log
-    assert sum(found.endpoints.values()) >= CASES
+        assert_unharmed(server, before, found)
+    assert sum(found.statuses.values()) >= CASES
     assert list(tmp_path.iterdir()) == [], "a request made a file"

@@ -312,8 +312,16 @@ def test_what_the_server_asks_itself_has_its_tenant(sources: Callable[[str], Non
 
 @pytest.mark.parametrize("value", [5, 0, True, {"a": "b"}, ["a", 1]])
 def test_what_is_no_text_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"cache_salt is .*; it must be a text"):
+    with pytest.raises(ValueError, match=r"cache_salt(\[1\])? is .*; it must be a text"):
         tenant_fields(http({"cache_salt": value}))
+
+
+def test_a_long_name_is_refused() -> None:
+    tenant_fields(http({"cache_salt": "a" * 1_024}))
+    with pytest.raises(ValueError, match=r"cache_salt has 1,025 characters; it may have 1,024"):
+        tenant_fields(http({"cache_salt": "a" * 1_025}))
+    with pytest.raises(ValueError, match=r"extra_key is .*, which is no Unicode text"):
+        put_tenant(GenerateReqInput(text="x", extra_key="\ud800"), http())
 
 
 def test_a_batch_has_one_for_each_prompt() -> None:

@@ -17,7 +17,6 @@ with one sentence that names the field, its value and what it may be.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -57,6 +56,9 @@ LEAST_SECONDS: Final = 0.125
 MOST_SECONDS: Final = 604_800
 """Until a session returns: a week."""
 
+MOST_RATE: Final = 10**9
+"""Tokens per second at which a prompt may be computed while others run."""
+
 _TIMED: Final = re.compile(r"return *; *seconds *= *(?P<seconds>[0-9]+(\.[0-9]+)?)\Z")
 
 
@@ -87,7 +89,7 @@ class Hint:
         """Another request follows after so many seconds. Raises ValueError."""
         if not 0 < seconds <= MOST_SECONDS:
             raise ValueError(
-                f"a session returns after {seconds:g} seconds; say more than 0 and at most "
+                f"a session returns after {shown(seconds)} seconds; say more than 0 and at most "
                 f"{MOST_SECONDS:,}"
             )
         return cls(Next.RETURNS_AFTER, float(seconds))
@@ -248,8 +250,9 @@ def read_rate(payload: Mapping[str, Any]) -> float | None:
     """
     check_fields(PREWARM, payload)
     rate = payload.get("tokens_per_second")
-    if rate is not None and (type(rate) not in (int, float) or not 0 < rate < math.inf):
+    if rate is not None and (type(rate) not in (int, float) or not 0 < rate <= MOST_RATE):
         raise ValueError(
-            f"tokens_per_second of {PREWARM} is {shown(rate)}; it is a number above 0, or null."
+            f"tokens_per_second of {PREWARM} is {shown(rate)}; it is a number above 0 and at most "
+            f"{MOST_RATE:,}, or null."
         )
     return rate

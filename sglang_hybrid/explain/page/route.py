@@ -231,9 +231,12 @@ async def differ(request: Request) -> Response:
     """Where two prompts differ first, with the text around that."""
     kind = BodyKind("pair", '{"first": [1, 2], "second": [1, 3]}')
     pair = await read_json(request, Difference, MOST_BODY, "it may have", kind)
+    manager = _manager()
+    for ids in (pair.first, pair.second):
+        check_prompt(manager, ids)
     limit = min(len(pair.first), len(pair.second))
     unequal = (at for at in range(limit) if pair.first[at] != pair.second[at])
-    at, manager = next(unequal, limit), _manager()
+    at = next(unequal, limit)
     around = {"same": pair.first[max(0, at - 16) : at]}
     around |= {"first": pair.first[at : at + 16], "second": pair.second[at : at + 16]}
     return JSONResponse({"at": at, **{name: _text(manager, ids) for name, ids in around.items()}})

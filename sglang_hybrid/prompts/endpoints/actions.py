@@ -15,6 +15,7 @@ from sglang_hybrid.explain.prompt_route import is_asked_only
 from sglang_hybrid.prompts.endpoints.chat import PromptSchema, prompt_of
 from sglang_hybrid.prompts.endpoints.prewarm import gone_from, turns_of
 from sglang_hybrid.serving.requests.kv_hints import take
+from sglang_hybrid.serving.tenants import tenant_of_prompt
 
 if TYPE_CHECKING:
     import fastapi
@@ -78,7 +79,9 @@ async def take_turn(manager: TokenizerManager, request: Any, http: fastapi.Reque
     if waits.rate is not None:
         ids = request.input_ids
         tokens = len(ids) if ids else len(manager.tokenizer(request.text or "")["input_ids"])
-    await turns_of(manager).take(tokens, waits.rate, gone_from(http))
+    own = tenant_of_prompt(request)
+    payer = None if own is None else own.payer
+    await turns_of(manager).take(tokens, waits.rate, gone_from(http), payer)
 
 
 def _one_prompt(request: Any, kind: str) -> None:

@@ -80,26 +80,30 @@ class Turns:
     ) -> None:
         self._busy = busy
         self._clock = clock
-        self._due = 0.0
+        self._due: dict[str | None, float] = {}
 
     async def take(
         self,
         tokens: int,
         rate: float | None,
         gone: Callable[[], Awaitable[bool]] | None = None,
+        payer: str | None = None,
     ) -> None:
         """Return when a prompt of so many `tokens` may run: while no other request does, or at
         `rate` tokens per second even then. gone: whether its client waits no more; raises
-        ValueError if so, also where the prompt might run.
+        ValueError if so, also where the prompt might run. payer: whose the rate is; a slow one
+        holds up no other's prompts.
         """
         while True:
             if gone is not None and await gone():
                 raise ValueError("the client went away before its prompt was computed.")
-            if not self._busy() or (rate is not None and self._clock() >= self._due):
+            now = self._clock()
+            self._due = {each: due for each, due in self._due.items() if due > now}
+            if not self._busy() or (rate is not None and payer not in self._due):
                 break
             await asyncio.sleep(IDLE_CHECK)
         if rate is not None:
-            self._due = max(self._clock(), self._due) + tokens / rate
+            self._due[payer] = self._due.get(payer, now) + tokens / rate
 
 
 @lru_cache(maxsize=1)
@@ -121,8 +125,9 @@ async def prefill(
     that asked for it, if one did. When its client goes away, the prompt that is being computed is
     aborted (SGLang asks every few seconds), the others are left out, and ValueError is raised.
     """
+    payer = None if tenant is None else tenant.payer
     for one in prepared:
-        await turns_of(manager).take(len(one.ids), rate, gone_from(http))
+        await turns_of(manager).take(len(one.ids), rate, gone_from(http), payer)
         positions = one.positions[-MOST_POSITIONS:]
         if pinned is None:
             said = PromptHints(tuple(at for at in positions if at < len(one.ids)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from http import HTTPStatus
@@ -222,8 +221,10 @@ def _checked(asked: Prewarm) -> tuple[float | None, tuple[float, Priority] | Non
         raise ValueError(
             f"budget_mb is {budget}; it must be above 0 and at most {MOST_MEGABYTES:,}."
         )
-    if rate is not None and not 0 < rate < math.inf:
-        raise ValueError(f"tokens_per_second is {rate}; it must be above 0.")
+    if rate is not None and not 0 < rate <= hints.MOST_RATE:
+        raise ValueError(
+            f"tokens_per_second is {rate}; it must be above 0 and at most {hints.MOST_RATE:,}."
+        )
     if asked.ttl is None:
         return rate, None
     priority = hints.read_priority("priority", asked.priority)

@@ -18,10 +18,14 @@ from sglang_hybrid.core.named_files import read_text
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.prompts.schemas.xml import MOST_BYTES, Element, parse
 
-NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]*\Z")
+LONGEST_NAME = 128
+"""Characters of the name of a schema, a module or a parameter."""
+
+NAME = re.compile(rf"[a-zA-Z_][a-zA-Z0-9_.-]{{0,{LONGEST_NAME - 1}}}\Z")
 ROLES = ("system", "user", "assistant")
 RESERVED = ("schema", "module", "union", "parameter", "prompt", *ROLES)
 LONGEST_PARAMETER = 100_000
+LENGTH = re.compile(r"[0-9]{1,6}\Z")
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ class _SchemaReader:
         self._only(element, "name", "length", "scaffold")
         name = self._new_name(element, scope)
         length = element.attributes.get("length", "")
-        if not (length.isdecimal() and len(length) < 10 and 0 < int(length) <= LONGEST_PARAMETER):
+        if not LENGTH.match(length) or not 0 < int(length) <= LONGEST_PARAMETER:
             raise element.error(
                 f"length of parameter {shown(name)} is {shown(length)}; it must be a whole "
                 f"number of tokens from 1 to {LONGEST_PARAMETER:,}."
@@ -206,8 +210,8 @@ class _SchemaReader:
         if not NAME.match(name) or name in RESERVED:
             raise element.error(
                 f"name of <{element.tag}> is {shown(name)}; it must begin with a letter or "
-                "underscore, go on with letters, digits, points, underscores and hyphens, and be "
-                "no word of the language."
+                "underscore, go on with letters, digits, points, underscores and hyphens, be no "
+                f"longer than {LONGEST_NAME} characters, and be no word of the language."
             )
         return name
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,15 @@ from pydantic import TypeAdapter, ValidationError
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
+from sglang.srt.multimodal.mm_utils import has_valid_data
 
 from sglang_hybrid.core.returns.hints import EXACT
 from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.serving.names import check_name
 from sglang_hybrid.serving.requests import fields, kv_hints
 from sglang_hybrid.serving.requests.cache_fields import CacheFields, server_part
 from sglang_hybrid.serving.requests.ids import own_ids
+from sglang_hybrid.serving.requests.sizes import ModelSizes, check_embeddings, check_sizes
 from sglang_hybrid.serving.stored_keys import check_key
 
 if TYPE_CHECKING:
@@ -42,10 +45,13 @@ SET_BY_THE_SERVER = (
     "token_indices_to_pool",
     "positional_embed_overrides",
     "embed_overrides",
+    "decision_layout",
+    "is_cross_encoder_request",
     "need_wait_for_mm_inputs",
     "num_items_assigned",
     "encoder_urls",
     "custom_labels",  # a label that the metrics do not have ends the server
+    "return_bytes",
 )
 
 INTERNAL = frozenset(
@@ -59,10 +65,50 @@ INTERNAL = frozenset(
 )
 """Fields of `SamplingParams` that SGLang works out."""
 
+SAMPLING_OF_THE_SERVER = ("ebnf_full_assistant",)
+"""Fields of `SamplingParams` that SGLang's endpoints put there, beside `INTERNAL`."""
+
+PRIVATE = "__"
+"""Keys of `custom_params` that begin so are SGLang's own."""
+
+NAMES = (
+    "rid",
+    "lora_path",
+    "routing_key",
+    "conversation_id",
+    "bootstrap_host",
+    "bootstrap_pair_key",
+)
+
+RANGES: Mapping[str, tuple[int, int]] = {
+    "bootstrap_port": (0, (1 << 16) - 1),
+    "bootstrap_room": (0, fields.INT64 - 1),
+    "decode_tp_size": (1, (1 << 16) - 1),
+    "disagg_prefill_dp_rank": (0, (1 << 16) - 1),
+    "max_thinking_tokens": (0, fields.INT32 - 1),
+    "routed_experts_start_len": (0, fields.INT32 - 1),
+}
+"""Of numbers of a request, beside what SGLang itself checks (tokenizer_manager.py)."""
+
+MEDIA = ("image_data", "video_data", "audio_data")
+
+PROCESSED = ("processor_output", "precomputed_embedding")
+"""Formats of media that hold tensors, which JSON has not: an `sglang.Engine` takes them."""
+
+_HASH = re.compile(r"(0x)?[0-9a-fA-F]{1,16}")
+"""One of `mm_hashes`: 64 bits."""
+
 DECODERS = ("torchcodec", "decord")
 """Packages of which SGLang needs one to read a video."""
 
-HEAVY = ("input_ids", "input_text", "mm_inputs", "time_stats")
+HEAVY = (
+    "input_ids",
+    "input_text",
+    "input_embeds",
+    "positional_embed_overrides",
+    "mm_inputs",
+    "time_stats",
+)
 """Of a tokenized request: fields that are large, and whose types are right."""
 
 _PLACE = re.compile(r" - at `\$\[(?P<index>\d+)\](?P<rest>[^`]*)`")
@@ -82,11 +128,20 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     http: the HTTP request that it came with, if it did.
     """
     path = getattr(getattr(http, "scope", {}).get("route"), "path", "")
+    body = getattr(http, "_json", None)
     if path in NATIVE:
-        _only_what_clients_set(request)
+        _only_what_clients_set(request, body)
+    _no_private_params(body)
+    for name in NAMES:
+        check_name(name, getattr(request, name, None))
     if not path.startswith("/health"):
         _no_health_check(request.rid)
     _samples(request.sampling_params)
+    for key, value in (getattr(request, "external_trace_header", None) or {}).items():
+        if not isinstance(value, str):
+            raise ValueError(
+                f"external_trace_header[{shown(key)}] is {shown(value)}; it is a text."
+            )
     try:
         request.normalize_batch_and_arguments()
         own_ids(request, http)
@@ -102,7 +157,13 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
             "list with one for every prompt."
         ) from error
     parts = [request] if request.is_single else [request[i] for i in range(len(request.rid))]
+    if not parts:
+        raise ValueError("the request is a batch without a prompt; give one at least.")
     for part in parts:
+        for name in ("rid", "sampling_params"):
+            value = getattr(part, name)
+            if isinstance(value, list):
+                raise ValueError(f"{name} is {shown(value)}; a request of one prompt has one.")
         _media(part, http)
 
 
@@ -114,6 +175,9 @@ def check(
     """One request of a batch, tokenized."""
     ids = () if input_ids is None else input_ids
     media = request.contains_mm_input()
+    if media and manager.mm_processor is None:
+        given = ", ".join(name for name in MEDIA if has_valid_data(getattr(request, name)))
+        raise ValueError(f"the request has {given}, and this model reads text only; leave it out.")
     in_session = bool((getattr(request, "session_params", None) or {}).get("id"))
     if not ids and not media and not in_session and getattr(request, "input_embeds", None) is None:
         given = "input_ids" if request.text is None else "text"
@@ -123,10 +187,24 @@ def check(
         context = manager.context_len
         fields.token_ids("input_ids", ids[:context], manager.model_config.vocab_size)
     fields.sampling_params(
-        request.sampling_params, _schema(manager.sampling_params_class), INTERNAL
+        request.sampling_params,
+        _schema(manager.sampling_params_class),
+        INTERNAL,
+        manager.model_config.vocab_size,
     )
     if in_session or getattr(request, "session_params", None):
-        fields.typed("session_params", request.session_params, _schema(SessionParams))
+        _session(request.session_params)
+    for name, (least, most) in RANGES.items():
+        value = getattr(request, name, None)
+        if value is not None:
+            if type(value) is not int:
+                raise ValueError(f"{name} is {shown(value)}; it must be an int.")
+            fields.within(name, value, least, most)
+    if in_session and getattr(request, "input_embeds", None) is not None:
+        raise ValueError("a request of a session has token ids; leave input_embeds out.")
+    overrides = getattr(request, "embed_overrides", None)
+    if overrides is not None:
+        check_embeddings("embed_overrides", overrides, manager.model_config.hidden_size)
     for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
         positions = getattr(request, name, None)
         if positions is not None:
@@ -159,7 +237,7 @@ def from_json(kind: type, fields_of_it: dict[str, Any]) -> Any:
     if unknown:
         raise ValueError(f"there is no field {min(unknown)!r}; leave it out.")
     try:
-        return TypeAdapter(kind).validate_python(fields_of_it)
+        return _adapter(kind).validate_python(fields_of_it)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -177,17 +255,20 @@ def check_tokens(manager: TokenizerManager, tokens: Sequence[Any]) -> None:
 
 
 def to_wire(
+    manager: TokenizerManager,
     request: GenerateReqInput | EmbeddingReqInput,
     tokenized: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput,
 ) -> None:
-    """Put our fields on a tokenized request, which the scheduler will be able to read."""
+    """Put our fields on a tokenized request, which the scheduler will be able to read, and the
+    model to compute.
+    """
     if isinstance(request, GenerateReqInput):
         tokenized.hybrid = server_part(request).fields
-    if io_struct._USE_PICKLE_IPC:
-        return
+    check_sizes(tokenized, ModelSizes.of(manager))
     light = copy.copy(tokenized)
     for name in HEAVY:
-        setattr(light, name, None)
+        if hasattr(light, name):
+            setattr(light, name, None)
     try:
         io_struct.msgpack_decode(io_struct.msgpack_encode(light))
     except msgspec.ValidationError as error:
@@ -200,16 +281,40 @@ def to_wire(
         text = _PLACE.sub(lambda place: f" - at `$.{name}{place['rest']}`", str(error))
         sentence = fields.of_types(msgspec.ValidationError(text), "", value)
         raise ValueError(sentence.removeprefix(".")) from None
-    except (TypeError, OverflowError) as error:
+    except (TypeError, OverflowError, UnicodeError) as error:
         raise ValueError(f"the request cannot be sent to a scheduler: {error}.") from None
 
 
-def _only_what_clients_set(request: GenerateReqInput | EmbeddingReqInput) -> None:
+def _only_what_clients_set(
+    request: GenerateReqInput | EmbeddingReqInput, body: Mapping[str, Any] | None
+) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(request)}
+    for name in (body or {}).keys() & _sent_fields() - defaults.keys():
+        raise ValueError(f"{name} is no field of a request; the server makes it, so leave it out.")
     for name in SET_BY_THE_SERVER:
         value = getattr(request, name, None)
-        if value is not None:
+        if value is not None and value is not defaults[name]:
             raise ValueError(
                 f"{name} is {shown(value)}; the server sets it itself, so leave it out."
+            )
+    params = request.sampling_params
+    for one in params if isinstance(params, list) else [params]:
+        for name in SAMPLING_OF_THE_SERVER:
+            if isinstance(one, dict) and one.get(name) is not None:
+                raise ValueError(
+                    f"sampling_params.{name} is set by the server itself; leave it out."
+                )
+        _no_private_params(one)
+
+
+def _no_private_params(said: object) -> None:
+    """Of a body, or of sampling parameters."""
+    params = said.get("custom_params") if isinstance(said, dict) else None
+    for key in params if isinstance(params, dict) else ():
+        if isinstance(key, str) and key.startswith(PRIVATE):
+            raise ValueError(
+                f"custom_params has the key {shown(key)}; keys that begin with {PRIVATE} are the "
+                "server's own."
             )
 
 
@@ -223,17 +328,42 @@ def _no_health_check(rid: object) -> None:
             )
 
 
+def _session(params: object) -> None:
+    fields.typed("session_params", params, _schema(SessionParams))
+    said: Mapping[str, Any] = params if isinstance(params, dict) else {}
+    fields.within("session_params.offset", said.get("offset") or 0, 0, fields.INT64 - 1)
+
+
 def _media(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Request | None) -> None:
     """What processors of images would end with an error of the server's."""
+    for at, one in enumerate(_listed(getattr(request, "mm_hashes", None))):
+        if not isinstance(one, str) or not _HASH.fullmatch(one):
+            raise ValueError(f"mm_hashes[{at}] is {shown(one)}; it must be 1 to 16 hex digits.")
     if not request.contains_mm_input():
         return
     if request.input_ids is not None:
         fields.token_ids("input_ids", request.input_ids, 1 << 31)
-    if http is not None and request.video_data and not _reads_videos():
+    if http is None:
+        return
+    for name in MEDIA:
+        for one in _listed(getattr(request, name)):
+            form = one.get("format") if isinstance(one, dict) else None
+            if isinstance(form, str) and form.lower() in PROCESSED:
+                raise ValueError(
+                    f"{name} has the format {shown(form)}, which takes tensors and so an "
+                    "sglang.Engine; send what it was made of."
+                )
+    if request.video_data and not _reads_videos():
         raise ValueError(
             "the request has a video, and this server reads none: it lacks torchvision, or both "
             "torchcodec and decord; send frames as images."
         )
+
+
+def _listed(data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        return [] if data is None else [data]
+    return [one for each in data for one in _listed(each)]
 
 
 @cache
@@ -269,7 +399,23 @@ def _check_logprobs(manager: TokenizerManager, request: GenerateReqInput, prompt
     answer = longest if asked is None else min(longest, asked)
     if not request.return_logprob:
         start = -1
-    fields.logprobs(start, top, len(request.token_ids_logprob or ()), prompt, answer)
+    chosen, vocabulary = request.token_ids_logprob or [], manager.model_config.vocab_size
+    if not isinstance(chosen, list):
+        raise ValueError(f"token_ids_logprob is {shown(chosen)}; it must be a list.")
+    fields.token_ids("token_ids_logprob", chosen, vocabulary)
+    fields.logprobs(start, top, len(chosen), prompt, answer, vocabulary)
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+@cache
+def _sent_fields() -> frozenset[str]:
+    """Of tokenized requests."""
+    kinds = (io_struct.TokenizedGenerateReqInput, io_struct.TokenizedEmbeddingReqInput)
+    return frozenset(field.name for kind in kinds for field in msgspec.structs.fields(kind))
 
 
 @cache

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.serving.requests.bodies import json_shape
 
 MOST_SAMPLES = 1_024
 """Answers to one prompt (`n`). SGLang copies the prompt that many times before it looks at it."""
@@ -28,16 +29,26 @@ LARGEST_BIAS = 10**9
 HIGHEST_TEMPERATURE = 10**6
 """Larger ones are not finite in float32 when they meet a logit, and then nothing can be drawn."""
 
+LEAST_PENALTY = 1e-3
+"""Of `repetition_penalty`, which logits are divided by: smaller ones make them infinite."""
+
 INT64 = 1 << 63
+INT32 = 1 << 31
 
 RANGES: Mapping[str, tuple[float, float]] = {
     "n": (1, MOST_SAMPLES),
     "temperature": (0, HIGHEST_TEMPERATURE),
     "max_new_tokens": (0, INT64 - 1),
-    "min_new_tokens": (0, INT64 - 1),
-    "top_k": (-1, (1 << 31) - 1),
+    "min_new_tokens": (0, INT32 - 1),
+    "top_k": (-1, INT32 - 1),
+    "repetition_penalty": (LEAST_PENALTY, 2),
+    "stream_interval": (1, INT32 - 1),
 }
 """Of sampling parameters, beside what SGLang itself checks (sampling_params.py, `verify`)."""
+
+JSON_TEXTS = ("json_schema", "structural_tag")
+"""Sampling parameters that are JSON within a text, which is compiled: the time grows faster than
+the depth."""
 
 LONGEST_NAME = 128
 """Characters of what becomes part of a file's name."""
@@ -73,14 +84,14 @@ def token_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
     )
 
 
-def logprobs(start: int, top: int, chosen: int, prompt: int, answer: int) -> None:
+def logprobs(start: int, top: int, chosen: int, prompt: int, answer: int, vocabulary: int) -> None:
     """The log probabilities that a request asks for.
 
     start: `logprob_start_len`. top: `top_logprobs_num`. chosen: how many `token_ids_logprob`.
     prompt, answer: tokens of the prompt, and of the longest answer.
     """
     within("logprob_start_len", start, -1, prompt)
-    within("top_logprobs_num", top, 0, MOST_TOP_LOGPROBS)
+    within("top_logprobs_num", top, 0, min(MOST_TOP_LOGPROBS, vocabulary))
     positions = answer + (prompt - start if start >= 0 else 0)
     asked = positions * (1 + top + chosen)
     if asked > MOST_LOGPROBS and top + chosen:
@@ -93,7 +104,10 @@ def logprobs(start: int, top: int, chosen: int, prompt: int, answer: int) -> Non
 
 
 def sampling_params(
-    params: Mapping[str, Any], schema: type[msgspec.Struct], internal: frozenset[str]
+    params: Mapping[str, Any],
+    schema: type[msgspec.Struct],
+    internal: frozenset[str],
+    vocabulary: int,
 ) -> None:
     """Sampling parameters have the types of `schema`, whose fields are all that a client may set,
     and lie in their ranges.
@@ -107,12 +121,22 @@ def sampling_params(
             within(f"sampling_params.{name}", value, *RANGES[name])
         elif type(value) is int and not -INT64 <= value < INT64:
             raise ValueError(f"sampling_params.{name} is {shown(value)}; it must fit in 64 bits.")
+    token_ids("sampling_params.stop_token_ids", [*(params.get("stop_token_ids") or ())], vocabulary)
     for token, bias in (params.get("logit_bias") or {}).items():
+        if not _is_token(token, vocabulary):
+            raise ValueError(
+                f"sampling_params.logit_bias has the key {shown(token)}; its keys are token ids "
+                f"from 0 to {vocabulary - 1}."
+            )
         if not abs(bias) <= LARGEST_BIAS:
             within(f"sampling_params.logit_bias[{token!r}]", bias, -LARGEST_BIAS, LARGEST_BIAS)
     patterns = params.get("stop_regex") or ()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         regular_expression("sampling_params.stop_regex", pattern)
+    for field in JSON_TEXTS:
+        json_shape((params.get(field) or "").encode(errors="replace")).check(
+            f"sampling_params.{field}"
+        )
 
 
 def typed(field: str, value: object, schema: type[msgspec.Struct]) -> None:
@@ -162,6 +186,11 @@ def of_types(error: msgspec.ValidationError, where: str, value: Any = None) -> s
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _is_token(text: str, vocabulary: int) -> bool:
+    plain = text.isascii() and text.isdecimal() and len(text) < len(str(INT64))
+    return plain and int(text) < vocabulary
 
 
 def _is_int64(value: object) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from starlette.requests import HTTPConnection
 
+from sglang_hybrid.serving.names import check_name
 from sglang_hybrid.serving.tenants import FIELDS, Tenant, current_tenant, tenant, tenant_names
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ async def open_session(
     """Open a session for the tenant that asks; returns the id that the client knows it by. Raises
     ValueError if the scheduler does not open it.
     """
+    check_name("session_id", asked.session_id)
     known_as = asked.session_id or uuid.uuid4().hex
     asked.session_id = scheduler_id(known_as, current_tenant())
     if await manager.open_session(asked, http) is None:
@@ -62,10 +64,13 @@ def put_owner(request: Any, http: object) -> None:
     if isinstance(key, list) or isinstance(salt, list):
         raise ValueError("extra_key or cache_salt is a list; a session has one tenant.")
     own = tenant(key, salt)
+    check_name("session_id", of_cache)
     if isinstance(of_cache, str):
         request.session_id = scheduler_id(of_cache, own)
     if isinstance(params, dict):  # rid: that of the session's request which is continued
         names = [name for name in ("id", "rid") if isinstance(params.get(name), str)]
+        for name in names:
+            check_name(f"session_params.{name}", params[name])
         owned = {name: scheduler_id(params[name], own) for name in names}
         request.session_params = params | owned
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -17,6 +18,8 @@ from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     SlowDownReqInput,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
 )
 
 from sglang_hybrid.core.sentences import shown
@@ -111,12 +114,30 @@ def profile(scheduler: Scheduler, request: ProfileReq) -> None:
         raise Refused(f"output_dir is {shown(directory)}, which cannot be written.")
 
 
+def embeddings(
+    scheduler: Scheduler, request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
+) -> None:
+    """Embeddings for a model whose forward pass takes token ids only would end that pass."""
+    overrides = request.positional_embed_overrides is not None
+    if not overrides and getattr(request, "input_embeds", None) is None:
+        return
+    model = scheduler.tp_worker.model_runner.model
+    takes = inspect.signature(model.forward).parameters
+    if "input_embeds" not in takes or (overrides and not hasattr(model, "get_input_embeddings")):
+        raise Refused(
+            f"the request has embeddings, and {type(model).__name__} computes prompts from token "
+            "ids only; leave them out."
+        )
+
+
 REFUSALS: Sequence[tuple[type, Callable[[Scheduler, Any], None]]] = (
     (ExpertDistributionReq, expert_distribution),
     (ReleaseMemoryOccupationReqInput, release_memory),
     (ResumeMemoryOccupationReqInput, resume_memory),
     (SlowDownReqInput, slow_down),
     (ProfileReq, profile),
+    (TokenizedGenerateReqInput, embeddings),
+    (TokenizedEmbeddingReqInput, embeddings),
 )
 
 

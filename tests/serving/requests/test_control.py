@@ -113,6 +113,48 @@ def test_a_server_is_slowed_down_within_bounds(seconds: float | None, done: bool
     assert (answer is None) == done
 
 
+class TakesEmbeddings:
+    def forward(self, input_ids: Any, input_embeds: Any = None) -> None: ...
+
+    def get_input_embeddings(self) -> None: ...
+
+
+class TakesRows:
+    def forward(self, input_ids: Any, input_embeds: Any = None) -> None: ...
+
+
+class TakesIds:
+    def forward(self, input_ids: Any, inputs_embeds: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "done"),
+    [
+        (TakesEmbeddings, "positional_embed_overrides", True),
+        (TakesEmbeddings, "input_embeds", True),
+        (TakesRows, "positional_embed_overrides", False),
+        (TakesRows, "input_embeds", True),
+        (TakesIds, "positional_embed_overrides", False),
+        (TakesIds, "input_embeds", False),
+        (TakesIds, "input_text", True),
+    ],
+)
+def test_a_model_gets_no_embeddings_that_it_does_not_take(
+    model: type, field: str, done: bool
+) -> None:
+    """Its forward pass would end, and with it the scheduler."""
+    scheduler: Any = Scheduler(lambda _: None)
+    runner = SimpleNamespace(model=model())
+    scheduler.tp_worker = SimpleNamespace(model_runner=runner)
+    sent = prompt("a")
+    setattr(sent, field, [[0.5]])
+    dispatch(scheduler, sent)
+    assert bool(scheduler.sent) is not done
+    if not done:
+        reason = scheduler.sent[0].finished_reason
+        assert reason["status_code"] == 400 and model.__name__ in reason["message"]
+
+
 def test_who_asked_is_told_and_nobody_else() -> None:
     sent: list[Any] = []
     manager: Any = SimpleNamespace(

@@ -20,6 +20,11 @@ class Params(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop: str | list[str] | None = None
     stop_regex: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
+    stop_token_ids: set[int] | None = None
+    min_new_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stream_interval: int | None = None
+    json_schema: str | None = None
     sampling_seed: int | None = None
 
 
@@ -56,21 +61,22 @@ def test_a_token_id_outside_the_vocabulary(ids: list[Any], at: int, shown: str) 
 
 
 def test_logprobs() -> None:
-    fields.logprobs(-1, 0, 0, 10, 128)
-    fields.logprobs(10, 1_000, 50, 10, 128)
-    fields.logprobs(0, 0, 0, 10**7, 10**7)  # one for each token is always given
+    fields.logprobs(-1, 0, 0, 10, 128, 32_000)
+    fields.logprobs(10, 1_000, 50, 10, 128, 32_000)
+    fields.logprobs(0, 0, 0, 10**7, 10**7, 32_000)  # one for each token is always given
     assert (
-        refused(fields.logprobs, -5, 0, 0, 10, 1)
+        refused(fields.logprobs, -5, 0, 0, 10, 1, 32_000)
         == "logprob_start_len is -5; it must be from -1 to 10."
     )
-    assert "logprob_start_len is 11;" in refused(fields.logprobs, 11, 0, 0, 10, 1)
+    assert "logprob_start_len is 11;" in refused(fields.logprobs, 11, 0, 0, 10, 1, 32_000)
     assert (
-        refused(fields.logprobs, 0, 1_000_000, 0, 10, 1)
+        refused(fields.logprobs, 0, 1_000_000, 0, 10, 1, 32_000)
         == "top_logprobs_num is 1000000; it must be from 0 to 1,000."
     )
-    many = refused(fields.logprobs, 0, 1_000, 0, 100_000, 1)
+    assert "from 0 to 100." in refused(fields.logprobs, 0, 101, 0, 10, 1, VOCABULARY)
+    many = refused(fields.logprobs, 0, 1_000, 0, 100_000, 1, 32_000)
     assert "top_logprobs_num is 1000" in many and "at most 4,194,304" in many
-    assert "names 5000 tokens" in refused(fields.logprobs, -1, 0, 5_000, 10, 1_000)
+    assert "names 5000 tokens" in refused(fields.logprobs, -1, 0, 5_000, 10, 1_000, 32_000)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +86,11 @@ def test_logprobs() -> None:
         {"n": None, "max_new_tokens": None},
         {"n": 1_024, "temperature": 0, "top_k": -1, "stop": ["a", "b"], "stop_regex": "a+"},
         {"logit_bias": {"5": -100, "7": 100.0}, "sampling_seed": -(2**63)},
+        {"stop_token_ids": [0, 99], "min_new_tokens": 2**31 - 1, "json_schema": "[" * 64},
     ],
 )
 def test_sampling_parameters_that_are_right(params: dict[str, Any]) -> None:
-    fields.sampling_params(params, Params, frozenset({"is_normalized"}))
+    fields.sampling_params(params, Params, frozenset({"is_normalized"}), VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +108,19 @@ def test_sampling_parameters_that_are_right(params: dict[str, Any]) -> None:
         ({"sampling_seed": 2**63}, "sampling_params.sampling_seed is 9223372036854775808;"),
         ({"logit_bias": {"5": 1e308}}, "sampling_params.logit_bias['5'] is 1e+308; it must be"),
         ({"logit_bias": {"5": float("nan")}}, "sampling_params.logit_bias['5'] is nan;"),
+        ({"logit_bias": {"100": 1}}, "sampling_params.logit_bias has the key '100'; its keys are"),
+        ({"logit_bias": {"1_0": 1}}, "has the key '1_0'; its keys are token ids from 0 to 99."),
+        ({"stop_token_ids": [100]}, "sampling_params.stop_token_ids[0] is 100; a token id of this"),
+        ({"min_new_tokens": 2**31}, "min_new_tokens is 2147483648; it must be from 0 to"),
+        ({"repetition_penalty": 1e-30}, "it must be from 0.001 to 2."),
+        ({"stream_interval": 0}, "sampling_params.stream_interval is 0; it must be from 1 to"),
+        ({"json_schema": "[" * 65}, "sampling_params.json_schema is nested 65 deep; it may be 64"),
         ({"stop_regex": ["a", "("]}, "sampling_params.stop_regex is '(', which is no regular"),
     ],
 )
 def test_sampling_parameters_that_are_wrong(params: dict[str, Any], said: str) -> None:
-    assert said in refused(fields.sampling_params, params, Params, frozenset({"is_normalized"}))
+    internal = frozenset({"is_normalized"})
+    assert said in refused(fields.sampling_params, params, Params, internal, VOCABULARY)
 
 
 def test_positions_in_a_prompt() -> None:

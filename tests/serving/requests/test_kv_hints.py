@@ -106,6 +106,7 @@ def test_what_is_no_envelope_is_left_for_sglang_to_refuse(broken: Any) -> None:
         (session("end", payload={"next": "end", "soon": 1}), "hybrid.session has the field 'soon'"),
         (after("soon"), "seconds in the payload of hybrid.session is 'soon'; it is a number"),
         (after(True), "seconds in the payload of hybrid.session is True"),
+        (after(10**4_208), "returns after a number of 13,979 bits seconds; say more than 0"),
         (after(-3), "returns after -3 seconds; say more than 0 and at most 604,800"),
         (after(float("nan")), "returns after nan seconds"),
         (after(5, "end"), "seconds in the payload of hybrid.session is 5"),
@@ -168,8 +169,8 @@ def test_the_rate_of_a_prewarming() -> None:
     ("name", "header", "sentence"),
     [
         ("Session", "perhaps", "it is neither 'end' nor 'return' nor 'return; seconds=N'."),
-        ("Session", "return; seconds=0", "a session returns after 0 seconds; say more than 0"),
-        ("Session", "return; seconds=1000000", "a session returns after 1e+06 seconds"),
+        ("Session", "return; seconds=0", "a session returns after 0.0 seconds; say more than 0"),
+        ("Session", "return; seconds=1000000", "a session returns after 1000000.0 seconds"),
         ("Session", "end; seconds=3", "it is neither"),
         ("Session", "return; seconds=1e3", "it is neither"),
         ("Exact", "yes", "it may be 'true'."),
