@@ -22,7 +22,7 @@ def has_our_cache(manager: TokenizerManager) -> bool:
     return bool(resolving_view(manager.server_args).radix_cache_backend == BACKEND)
 
 
-def check_prompt(manager: TokenizerManager, ids: Sequence[int]) -> None:
+def check_prompt(manager: TokenizerManager, ids: Sequence[int], field: str = "input_ids") -> None:
     """Raises ValueError where `ids` [n] are too many for this server, or no tokens of its model:
     then neither this process nor a scheduler spends time on them.
     """
@@ -31,7 +31,7 @@ def check_prompt(manager: TokenizerManager, ids: Sequence[int]) -> None:
         raise ValueError(
             f"the prompt has {len(ids):,} tokens; the longest of this server has {longest:,}."
         )
-    fields.token_ids("input_ids", ids, manager.model_config.vocab_size)
+    fields.token_ids(field, ids, manager.model_config.vocab_size)
 
 
 async def ask_ranks(manager: TokenizerManager, question: BaseReq, kind: Any) -> list[Any]:

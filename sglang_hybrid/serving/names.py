@@ -21,5 +21,8 @@ def check_name(field: str, value: object) -> None:
         raise ValueError(f"{field} is {shown(value)}; it must be a text.")
     elif len(value) > LONGEST:
         raise ValueError(f"{field} has {len(value):,} characters; it may have {LONGEST:,} at most.")
-    elif any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError(f"{field} is {shown(value)}, which is no Unicode text.")
+    else:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{field} is {shown(value)}, which is no Unicode text.") from None

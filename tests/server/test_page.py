@@ -168,3 +168,13 @@ def test_a_question_is_one_of_its_tenant(url: str) -> None:
     assert ask(input_ids=prompt).json()["report"]["kv"] == 0
     assert ask(header, input_ids=prompt, extra_key="b").status_code == 400
     assert "a token id of this model" in ask(input_ids=[-1]).json()["error"]
+
+
+def test_two_prompts_differ_where_their_tokens_do(url: str) -> None:
+    def differ(*prompts: list[int]) -> requests.Response:
+        pair = dict(zip(("first", "second"), prompts, strict=True))
+        return requests.post(f"{url}/hybrid_cache/differ", json=pair, timeout=60)
+
+    assert differ([5, 6, 7], [5, 7]).json()["at"] == 1
+    refused = differ([5], [5, -1])
+    assert refused.status_code == 400 and "second[1] is -1;" in refused.json()["error"]

@@ -232,8 +232,8 @@ async def differ(request: Request) -> Response:
     kind = BodyKind("pair", '{"first": [1, 2], "second": [1, 3]}')
     pair = await read_json(request, Difference, MOST_BODY, "it may have", kind)
     manager = _manager()
-    for ids in (pair.first, pair.second):
-        check_prompt(manager, ids)
+    for field, ids in (("first", pair.first), ("second", pair.second)):
+        check_prompt(manager, ids, field)
     limit = min(len(pair.first), len(pair.second))
     unequal = (at for at in range(limit) if pair.first[at] != pair.second[at])
     at = next(unequal, limit)

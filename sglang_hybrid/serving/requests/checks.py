@@ -144,6 +144,11 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
             )
     try:
         request.normalize_batch_and_arguments()
+        for name in ("rid", "sampling_params"):
+            value = getattr(request, name)
+            for one in [value] if request.is_single else value:
+                if isinstance(one, list):
+                    raise ValueError(f"{name} is {shown(one)}; a request of one prompt has one.")
         own_ids(request, http)
         if not request.is_single:
             for item in range(len(request.rid)):
@@ -160,10 +165,6 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     if not parts:
         raise ValueError("the request is a batch without a prompt; give one at least.")
     for part in parts:
-        for name in ("rid", "sampling_params"):
-            value = getattr(part, name)
-            if isinstance(value, list):
-                raise ValueError(f"{name} is {shown(value)}; a request of one prompt has one.")
         _media(part, http)
 
 

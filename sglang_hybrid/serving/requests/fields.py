@@ -134,9 +134,8 @@ def sampling_params(
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         regular_expression("sampling_params.stop_regex", pattern)
     for field in JSON_TEXTS:
-        json_shape((params.get(field) or "").encode(errors="replace")).check(
-            f"sampling_params.{field}"
-        )
+        if text := params.get(field):
+            json_shape(text.encode(errors="replace")).check(f"sampling_params.{field}")
 
 
 def typed(field: str, value: object, schema: type[msgspec.Struct]) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,6 +21,8 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 import sglang.srt.platforms  # noqa: F401 (finds our platform, which installs the patches)
+from fastapi import HTTPException
+from sglang.srt.entrypoints import request_headers
 from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import (
     EmbeddingReqInput,
@@ -341,6 +345,18 @@ HEADERS: dict[str, Row] = {
     ),
 }
 
+OVERRIDES: dict[str, Row] = {
+    "x-override-rid": client("as `rid`", ["a", "a" * LONGEST], [TOO_LONG, "HEALTH_CHECK_1"]),
+    "x-override-bootstrap-host": client("as the field", ["a"], [TOO_LONG]),
+    "x-override-bootstrap-port": client("as the field", ["0", "65535"], ["-1", "65536", "a", ""]),
+    "x-override-bootstrap-room": client("as the field", ["0"], ["-1", str(INT64), "9" * 5_000]),
+    "x-override-conversation-id": client("as the field", ["a"], [TOO_LONG]),
+    "x-override-routed-dp-rank": client("a rank that the server has", ["0"], ["-1", "1", "a"]),
+    "x-override-disagg-prefill-dp-rank": client("as the field", ["0"], ["-1", "65536", "0.5"]),
+    "x-override-priority": client("64 bits", ["0", str(INT64 - 1)], [str(INT64), "9" * 5_000]),
+}
+"""Headers that SGLang puts in the place of fields of a body."""
+
 SENT_ONLY = frozenset(
     (
         "hybrid",
@@ -385,6 +401,22 @@ def test_each_header_of_ours_has_a_row() -> None:
 
     ours = [tenants.HEADER, kv_hints.SESSION_HEADER, kv_hints.EXACT_HEADER, kv_hints.HINTS_HEADER]
     assert {f"X-Hybrid-{name}" for name in ours} == {*HEADERS}
+
+
+def test_each_header_in_the_place_of_a_field_has_a_row() -> None:
+    assert {*request_headers._HEADER_OVERRIDES} == {*OVERRIDES}
+
+
+@pytest.mark.parametrize("rows", [GENERATE, EMBED], ids=["generate", "embed"])
+def test_a_message_over_grpc_has_no_field_of_the_server(rows: Mapping[str, Row]) -> None:
+    """Its fields are in SGLang's library; they become those of a request, as those of a body do."""
+    library = find_spec("sglang.srt.rust_extensions._grpc")
+    assert library is not None and library.origin is not None
+    code = Path(library.origin).read_bytes()
+    assert b"external_trace_header" in code
+    assert not [
+        name for name, row in rows.items() if row.who is not Who.CLIENT and name.encode() in code
+    ]
 
 
 class Condition(nullcontext[None]):
@@ -489,6 +521,7 @@ def sent(kind: type, body: dict[str, Any], **headers: str) -> list[Any]:
         http = Request({**scope, "route": SimpleNamespace(path="/generate")})
         http._json = body
         request = checks.from_json(kind, body)
+        request_headers.apply_header_overrides(request, http.headers)
         try:
             await anext(Manager(kind is GenerateReqInput).generate_request(request, http))
         except Sent as sent:
@@ -527,13 +560,13 @@ def test_what_a_client_sends(place: str, name: str) -> None:
         assert len(str(error.value)) < 1_000
 
 
-@pytest.mark.parametrize("name", HEADERS)
+@pytest.mark.parametrize("name", HEADERS | OVERRIDES)
 def test_what_a_header_says(name: str) -> None:
-    row = HEADERS[name]
+    row = (HEADERS | OVERRIDES)[name]
     for value in row.taken:
         assert sent(GenerateReqInput, {"input_ids": IDS}, **{name: value})
     for value in row.refused:
-        with pytest.raises(ValueError):
+        with pytest.raises((ValueError, HTTPException)):
             sent(GenerateReqInput, {"input_ids": IDS}, **{name: value})
             pytest.fail(f"{name} {value!r} was taken")
 
