@@ -150,7 +150,7 @@ def test_what_the_schema_allows_and_forbids(tmp_path: Path) -> None:
         def attack(case: schemathesis.Case) -> None:
             name = f"{case.method} {case.operation.path}"
             status, seconds, text = fuzz.send(server.url, case)
-            found.note(name, f"{name}: {case.body}", status, seconds, text)
+            found.note(name, f"{name}: {case.body!r}", status, seconds, text)
             assert status <= HTTPStatus.NOT_IMPLEMENTED, (case, status, text)
             check()
 

@@ -196,11 +196,11 @@ def check(
     if in_session or getattr(request, "session_params", None):
         _session(request.session_params)
     for name, (least, most) in RANGES.items():
-        value = getattr(request, name, None)
-        if value is not None:
-            if type(value) is not int:
-                raise ValueError(f"{name} is {shown(value)}; it must be an int.")
-            fields.within(name, value, least, most)
+        number = getattr(request, name, None)
+        if number is not None:
+            if type(number) is not int:
+                raise ValueError(f"{name} is {shown(number)}; it must be an int.")
+            fields.within(name, number, least, most)
     if in_session and getattr(request, "input_embeds", None) is not None:
         raise ValueError("a request of a session has token ids; leave input_embeds out.")
     overrides = getattr(request, "embed_overrides", None)

@@ -77,7 +77,7 @@ def check_embeddings(field: str, rows: Sequence[Any] | torch.Tensor, width: int)
             values = None
         if values is None or values.shape not in ((width,), (1, width)):
             what = (
-                f"has {values.numel():,} values"
+                f"has {row.numel():,} values"
                 if isinstance(row, torch.Tensor)
                 else f"is {shown(row)}"
             )
