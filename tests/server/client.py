@@ -1,9 +1,11 @@
 """What the server tests send and read back."""
 
+import json
 import random
 import re
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -198,3 +200,10 @@ def settle(replicas: Replicas, url: str) -> None:
     until(lambda: follower.is_in_step)
     ranks = requests.get(url + "/hybrid_cache/resumable?status=1", timeout=30).json()["ranks"]
     until(lambda: follower.is_in_step and follower.seq >= ranks[0]["seq"])
+
+
+def width_of(url: str) -> int:
+    """Values of an embedding of the served model."""
+    told = requests.get(url + "/model_info", timeout=60).json()
+    config = json.loads((Path(told["model_path"]) / "config.json").read_text())
+    return int(config.get("text_config", config)["hidden_size"])

@@ -4,7 +4,6 @@ with an error of the server's own.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from sglang_hybrid.serving.server_process import ServerProcess, event_flags
 from tests.server import fuzz
-from tests.server.client import ask, flush, random_prompt
+from tests.server.client import ask, flush, random_prompt, width_of
 from tests.server.sweep import (
     Right,
     Swept,
@@ -54,13 +53,6 @@ PROMPT = random_prompt(40, seed=1)
 
 def processes(server: ServerProcess) -> set[tuple[int, float]]:
     return {(one.pid, one.create_time()) for one in server.processes()}
-
-
-def width_of(url: str) -> int:
-    """Values of an embedding of the served model."""
-    told = requests.get(url + "/model_info", timeout=60).json()
-    config = json.loads((Path(told["model_path"]) / "config.json").read_text())
-    return int(config.get("text_config", config)["hidden_size"])
 
 
 def looks_the_same(url: str) -> Callable[[], None]:

@@ -129,7 +129,10 @@ def test_other_hosts_get_nothing(url: str) -> None:
             answer = requests.get(f"{url}/hybrid_cache/{path}", headers=headers)
             assert (answer.status_code, list(answer.json())) == (403, ["error"])
     assert requests.get(f"{url}/hybrid_cache/", headers={"Origin": url}).status_code == 200
-    assert requests.get(f"{url}/hybrid_cache/static/%2e%2e/route.py").status_code == 404
+    for name in ("%2e%2e/route.py", "vendor", "%00", "a" * 5_000):
+        assert requests.get(f"{url}/hybrid_cache/static/{name}").status_code == 404
+    for name in ("page.js", "vendor/uPlot.iife.min.js", "style.css"):
+        assert requests.get(f"{url}/hybrid_cache/static/{name}").status_code == 200
     assert "gone" in requests.get(f"{url}/hybrid_cache/nodes/0/1000000000").json()
 
 

@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import TOLERANCE, ask, hybrid_cache, random_prompt, until
+from tests.server.client import TOLERANCE, ask, hybrid_cache, random_prompt, until, width_of
 
 VOCABULARY = 32_768
 LARGEST = f"from 0 to {VOCABULARY - 1}"
@@ -101,6 +101,14 @@ GENERATE: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ids": IDS, "rid": "HEALTH_CHECK_mine"},
         "rid is 'HEALTH_CHECK_mine'; names that begin with HEALTH_CHECK are the server's own",
     ),
+    "a list of names for one prompt": (
+        {"input_ids": IDS, "rid": ["a"]},
+        "rid is ..a..; a request of one prompt has one",
+    ),
+    "a long name": (
+        {"input_ids": IDS, "rid": "a" * 5_000},
+        "rid has 5,000 characters; it may have 1,024 at most",
+    ),
     "a clock of its own": (
         {"input_ids": IDS, "received_time": 1e300},
         "received_time is 1e.300; the server sets it itself",
@@ -130,6 +138,14 @@ def test_generate_alone_and_streaming(default_server: str, case: str) -> None:
     seen = hybrid_cache(default_server)["requests"]
     assert seen - before <= 2 * ("a" in fields.get("text", ())), "the other one of the batch"
 
+
+SCORE = {
+    "query": [400, VOCABULARY - 1],
+    "items": [[403, VOCABULARY - 1]],
+    "label_token_ids": [500, 501],
+    "embed_override_token_id": VOCABULARY - 1,
+}
+"""A request whose prompts each have one token that an embedding can take the place of."""
 
 OTHERS = [
     ("/v1/completions", {"prompt": [5, -1]}, f"input_ids[1] is -1;.*{LARGEST}"),
@@ -220,6 +236,16 @@ def test_json_that_ends_early(default_server: str, path: str) -> None:
             {"query": IDS, "items": [[VOCABULARY]], "label_token_ids": [1]},
             f"is {VOCABULARY};.*{LARGEST}",
         ),
+        (
+            "/v1/score",
+            SCORE | {"query_embed_overrides": [[0.1] * 7]},
+            "embed_overrides of query[0] has 7 values; an embedding of this model is a list of",
+        ),
+        (
+            "/v1/score",
+            SCORE | {"item_embed_overrides": [[[0.1] * 7]]},
+            "embed_overrides of items[0][0] has 7 values",
+        ),
         ("/v1/rerank", {"query": "a", "documents": ["b"]}, "--is-embedding"),
         ("/v1/detokenize", {"tokens": [-1]}, f"tokens[0] is -1;.*{LARGEST}"),
         ("/detokenize", {"tokens": [[1], [10**12]]}, f"tokens[1][0] is 1000000000000;.*{LARGEST}"),
@@ -244,6 +270,14 @@ def test_json_that_ends_early(default_server: str, path: str) -> None:
 )
 def test_what_has_no_stream(default_server: str, path: str, body: Any, said: str) -> None:
     assert_says(refused(default_server, path, body), said)
+
+
+def test_a_score_with_embeddings_of_the_model_s_size(url: str) -> None:
+    embedding = [0.1] * width_of(url)
+    body = SCORE | {"query_embed_overrides": [embedding], "item_embed_overrides": [[embedding]]}
+    answer = requests.post(url + "/v1/score", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["scores"][0]) == 2
 
 
 @pytest.mark.parametrize(

@@ -128,10 +128,10 @@ async def page() -> Response:
 @router.get("/static/{name:path}")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def static(name: str) -> Response:
-    file = (FILES / name).resolve()
     if name == STYLE:
         return FileResponse(Path(serving.__file__).with_name(STYLE))
-    if not file.is_relative_to(FILES.resolve()) or not file.is_file():
+    file = FILES / name
+    if file not in FILES.rglob("*") or not file.is_file():
         raise Refused("there is no such file.", HTTPStatus.NOT_FOUND)
     return FileResponse(file)
 
