@@ -108,7 +108,7 @@ def test_mistakes_end_in_one_sentence(url: str, tmp_path: Path) -> None:
         (["--request-id", "nobody"], "no request 'nobody' with this extra key, salt and adapter"),
         (["--input-ids", "1,two"], "numbers with commas"),
         (["--input-ids", f"1,{1 << 70}"], "below 2**31"),
-        (["--input-ids", "@nowhere"], "nowhere cannot be read: No such file"),
+        (["--input-ids", "@nowhere"], "nowhere cannot be read (No such file"),
         (["--messages", str(tmp_path / "broken.json")], "is not JSON"),
         (["--messages", str(tmp_path / "empty.json")], "neither a list of messages nor"),
     ):
