@@ -23,7 +23,12 @@ from sglang_hybrid.serving.names import check_name
 from sglang_hybrid.serving.requests import fields, kv_hints
 from sglang_hybrid.serving.requests.cache_fields import CacheFields, server_part
 from sglang_hybrid.serving.requests.ids import own_ids
-from sglang_hybrid.serving.requests.sizes import ModelSizes, check_embeddings, check_sizes
+from sglang_hybrid.serving.requests.sizes import (
+    ModelSizes,
+    by_position,
+    check_embeddings,
+    check_sizes,
+)
 from sglang_hybrid.serving.stored_keys import check_key
 
 if TYPE_CHECKING:
@@ -266,6 +271,7 @@ def to_wire(
     if isinstance(request, GenerateReqInput):
         tokenized.hybrid = server_part(request).fields
     check_sizes(tokenized, ModelSizes.of(manager))
+    by_position(tokenized)
     light = copy.copy(tokenized)
     for name in HEAVY:
         if hasattr(light, name):

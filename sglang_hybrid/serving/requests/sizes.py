@@ -7,11 +7,13 @@ with it. Each function raises ValueError with a sentence.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.requests import fields
@@ -62,6 +64,18 @@ def check_sizes(sent: Any, sizes: ModelSizes) -> None:
         raise ValueError(
             f"token_type_ids has {len(types):,} values; the prompt has {length:,} tokens."
         )
+
+
+def by_position(sent: Any) -> None:
+    """Embeddings in place of a whole prompt become embeddings in place of each of its tokens.
+
+    SGLang computes these in the model's own type, and beside prompts of token ids. `input_embeds`
+    ends the forward pass of a model that is not in bfloat16, and of a batch that has both.
+    """
+    rows = getattr(sent, "input_embeds", None)
+    if rows is not None and sent.positional_embed_overrides is None:
+        sent.positional_embed_overrides = PositionalEmbeds(torch.tensor(rows), [*range(len(rows))])
+        sent.input_ids, sent.input_embeds = array("q", [1]) * len(rows), None
 
 
 def check_embeddings(field: str, rows: Sequence[Any] | torch.Tensor, width: int) -> None:

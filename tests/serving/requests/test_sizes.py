@@ -12,6 +12,7 @@ import torch
 from sglang_hybrid.serving.requests.sizes import (
     LARGEST_EMBEDDING,
     ModelSizes,
+    by_position,
     check_embeddings,
     check_sizes,
 )
@@ -90,3 +91,16 @@ def test_rows_that_are_no_embeddings(rows: Any, sentence: str) -> None:
 def test_rows_that_are_embeddings() -> None:
     edge = [LARGEST_EMBEDDING] * WIDTH
     check_embeddings("rows", [ROW, edge, torch.ones(WIDTH), torch.ones(1, WIDTH)], WIDTH)
+
+
+def test_embeddings_of_a_prompt_are_those_of_its_tokens() -> None:
+    rows = [ROW, [0.25] * WIDTH]
+    request = sent(input_ids=None, input_embeds=rows)
+    by_position(request)
+    assert request.input_embeds is None and [*request.input_ids] == [1, 1]
+    assert request.positional_embed_overrides.positions == [0, 1]
+    assert request.positional_embed_overrides.embeds.tolist() == rows
+    check_sizes(request, SIZES)
+    of_ids = sent()
+    by_position(of_ids)
+    assert of_ids == sent()
