@@ -404,6 +404,11 @@ def _check_logprobs(manager: TokenizerManager, request: GenerateReqInput, prompt
     longest = max(0, manager.context_len - prompt)
     asked = request.sampling_params.get("max_new_tokens")
     answer = longest if asked is None else min(longest, asked)
+    if asked == 0 and request.return_sampling_mask:
+        raise ValueError(
+            "return_sampling_mask is of tokens that are sampled, and max_new_tokens is 0; leave "
+            "one of them out."
+        )
     if not request.return_logprob:
         start = -1
     chosen, vocabulary = request.token_ids_logprob or [], manager.model_config.vocab_size

@@ -178,7 +178,9 @@ GENERATE: dict[str, Row] = COMMON | {
         [[0, VOCABULARY - 1]],
         [[-1], [VOCABULARY], [HUGE], ["a"], "a", {}, [[5]]],
     ),
-    "return_sampling_mask": flag(),
+    "return_sampling_mask": client(
+        "true or false; not with max_new_tokens 0", [True, False], ["maybe", 5, [], {}]
+    ),
     "sampling_logprobs_mode": client(
         "'selected' or 'full_support'", ["selected"], ["a", 5], return_sampling_mask=True
     ),
@@ -569,6 +571,13 @@ def test_what_a_header_says(name: str) -> None:
         with pytest.raises((ValueError, HTTPException)):
             sent(GenerateReqInput, {"input_ids": IDS}, **{name: value})
             pytest.fail(f"{name} {value!r} was taken")
+
+
+def test_a_mask_is_of_tokens_that_are_sampled() -> None:
+    body = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 0}}
+    assert sent(GenerateReqInput, body)
+    with pytest.raises(ValueError, match="return_sampling_mask is of tokens that are sampled"):
+        sent(GenerateReqInput, {**body, "return_sampling_mask": True})
 
 
 @pytest.mark.parametrize("name", sorted(SENT_ONLY))
