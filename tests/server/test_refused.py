@@ -272,6 +272,13 @@ def test_what_has_no_stream(default_server: str, path: str, body: Any, said: str
     assert_says(refused(default_server, path, body), said)
 
 
+@pytest.mark.parametrize("parameters", [True, 5, "a", [1]])
+def test_parameters_of_a_tool_that_are_no_object(url: str, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "a", "parameters": parameters}}
+    body = CHAT | {"tools": [tool], "tool_choice": "required"}
+    refused(url, "/v1/chat/completions", body)
+
+
 def test_a_score_with_embeddings_of_the_model_s_size(url: str) -> None:
     embedding = [0.1] * width_of(url)
     body = SCORE | {"query_embed_overrides": [embedding], "item_embed_overrides": [[embedding]]}

@@ -23,6 +23,7 @@ from sglang_hybrid.prompts.schemas.registry import Draft, Registry
 from sglang_hybrid.prompts.schemas.resolve import Import, Piece, Prompt, read_prompt
 from sglang_hybrid.prompts.schemas.roles import split_at
 from sglang_hybrid.prompts.schemas.tokens import Frame, Frames, PromptTokenizer, Tokenized
+from sglang_hybrid.serving.requests.errors import mistakes_are_value_errors
 from sglang_hybrid.serving.tenants import tenant
 
 _MARK = f"\ue000{secrets.token_hex(8)}-"
@@ -71,6 +72,7 @@ def with_schemas(process: Callable[..., Any]) -> Callable[..., Any]:
     """SGLang's method that renders and encodes a chat, for chats with `prompt_schema`, too. Its
     result then has the attribute `beginning`. Raises ValueError.
     """
+    process = mistakes_are_value_errors(process)
 
     @wraps(process)
     def processed(serving: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
