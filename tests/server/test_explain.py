@@ -109,7 +109,7 @@ def test_mistakes_end_in_one_sentence(url: str, tmp_path: Path) -> None:
         (["--input-ids", "1,two"], "numbers with commas"),
         (["--input-ids", f"1,{1 << 70}"], "below 2**31"),
         (["--input-ids", "@nowhere"], "nowhere cannot be read (No such file"),
-        (["--messages", str(tmp_path / "broken.json")], "is not JSON"),
+        (["--messages", str(tmp_path / "broken.json")], "is no JSON"),
         (["--messages", str(tmp_path / "empty.json")], "neither a list of messages nor"),
     ):
         _refused(run(url, *arguments), why)
