@@ -5,9 +5,11 @@ sentence on stderr and an exit status.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import Final, Never, TypeVar
 from urllib.parse import urlsplit
@@ -52,6 +54,10 @@ def program(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             return main([*(sys.argv[1:] if arguments is None else arguments)])
         except UsageError as error:
             status, why = USAGE_ERROR, str(error)
+        except BrokenPipeError:  # who reads the output, as `head` does, has enough
+            with suppress(OSError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for the flush at the exit
+            return FAILED
         except OSError as error:
             why = error.strerror or str(error)
             why = f"{error.filename}: {why}" if error.filename else why

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     report = explain(options)
     if options.json:
-        print(json.dumps(msgspec.to_builtins(report), indent=2))
+        print(json.dumps(msgspec.to_builtins(report), indent=2), flush=True)
         return 0
     for line in render(report):
         say(line)
@@ -174,5 +173,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in `| head`
     sys.exit(main())

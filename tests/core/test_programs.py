@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from sglang_hybrid.core.named_files import FileError
 from sglang_hybrid.core.programs import (
+    FAILED,
     Parser,
     UsageError,
     host,
@@ -53,6 +56,25 @@ def test_a_mistake_of_ours_is_none_of_the_user() -> None:
 
     with pytest.raises(KeyError):
         main(["x"])
+
+
+def test_a_program_whose_output_nobody_reads_any_more_ends_in_silence() -> None:
+    """As before `head`, which ends after some lines."""
+    code = (
+        "from sglang_hybrid.core.programs import program\n"
+        "from sglang_hybrid.core.sentences import say\n"
+        "@program\n"
+        "def main(_):\n"
+        "    while True:\n"
+        "        say('x' * 1_000)\n"
+        "raise SystemExit(main([]))\n"
+    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "x" * 1_000 + "\n"
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (FAILED, "")
 
 
 def test_a_wrong_command_line_is_a_usage_error() -> None:
