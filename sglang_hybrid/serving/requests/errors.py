@@ -5,10 +5,14 @@ from functools import wraps
 from http import HTTPStatus
 from typing import Any, Final, ParamSpec, TypeVar
 
+import orjson
+from pydantic import BaseModel
+
 from sglang_hybrid.core.sentences import shown
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
 
 MOST_FIELDS: Final = 3
 """Fields of a body that the sentence about its types names."""
@@ -36,6 +40,17 @@ def mistakes_are_value_errors(function: Callable[P, T]) -> Callable[P, T]:
             raise ValueError(f"a field has another type than it should ({error}).") from None
 
     return read
+
+
+def is_repeated(request: Model) -> Model:
+    """Validates a request whose fields, without `input`, its answer repeats. Raises ValueError for
+    one that SGLang cannot write as JSON, such as a number of more than 64 bits.
+    """
+    try:
+        orjson.dumps(request.model_dump(mode="json", exclude={"input"}, warnings=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the answer cannot repeat the request ({error}).") from None
+    return request
 
 
 def mistakes_of_types(errors: Iterable[Mapping[str, Any]]) -> str:

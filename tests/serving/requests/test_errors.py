@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_hybrid.serving.requests.errors import mistakes_of_types
+from sglang_hybrid.serving.requests.errors import is_repeated, mistakes_of_types
 
 CHAT, GENERATE = TypeAdapter(ChatCompletionRequest), TypeAdapter(GenerateReqInput)
 USER = {"messages": [{"role": "user", "content": "Who?"}]}
@@ -74,3 +74,24 @@ def test_many_fields_are_counted() -> None:
 def test_what_was_sent_is_shortened() -> None:
     sentence = said(CHAT, {**USER, "max_tokens": "x" * 100_000})
     assert len(sentence) < 200
+
+
+class Asked(BaseModel):
+    """A request that its answer repeats."""
+
+    repeats = model_validator(mode="after")(is_repeated)
+
+    input: Any = None
+    most: int = 1
+    metadata: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    "given", [{"most": "9" * 4_209}, {"metadata": {"a": [10**30]}}, {"metadata": {"a": "\ud83d"}}]
+)
+def test_what_an_answer_cannot_repeat_is_refused(given: dict[str, Any]) -> None:
+    """A stream would end in silence after its status of 200."""
+    with pytest.raises(ValidationError, match="the answer cannot repeat the request"):
+        Asked.model_validate(given)
+    right = {"input": 10**30, "most": "5", "metadata": {"a": -(2**63)}}
+    assert Asked.model_validate(right).most == 5
