@@ -11,9 +11,13 @@ from sglang_hybrid import SGLANG_VERSION, platforms
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.serving import log_lines, warm_up
-from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
+from sglang_hybrid.serving.config import BACKEND, CPU_ATTENTION, HybridConfig
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -70,29 +74,56 @@ def register() -> None:
     log_lines.install()
     # All ranks and HTTP processes, which are started after this, give a tenant the same name.
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
     from sglang.srt.platforms import current_platform
 
-    from sglang_hybrid.cache import factory
-    from sglang_hybrid.platforms.cpu import HybridCpuPlatform
     from sglang_hybrid.serving.processes import ignore_signals_for_the_first_process
-    from sglang_hybrid.storage import file_backend
 
     ignore_signals_for_the_first_process()
-    factory.register()
-    file_backend.register()
+    register_radix_cache_backend(BACKEND, _build_cache)
+    bring_storage()
     _settle_states()
-    if isinstance(current_platform, HybridCpuPlatform):
-        from sglang_hybrid.platforms import attention, images
+    if type(current_platform).__module__ == platforms.CPU_PLATFORM.rpartition(".")[0]:
+        from sglang_hybrid.platforms import images
 
-        attention.register()
         images.register()
         _use_our_attention_on_cpu()
 
 
+def _build_cache(context: "TreeCacheBuildContext") -> "UnifiedRadixCache":
+    """`--radix-cache-backend hybrid`. The cache is loaded in the processes that have one."""
+    from sglang_hybrid.cache.factory import build_cache
+
+    return build_cache(context)
+
+
+def bring_storage() -> None:
+    """SGLang builds our store for `--hicache-storage-backend file`, and loads it then."""
+    from sglang.srt.mem_cache.storage import backend_factory
+
+    noisy = backend_factory.logger  # it warns of every replacement, in every process
+    noisy.disabled, before = True, noisy.disabled
+    backend_factory.StorageBackendFactory.register_backend(
+        "file", "sglang_hybrid.storage.file_backend", "FileBackend"
+    )
+    noisy.disabled = before
+
+
 def _use_our_attention_on_cpu() -> None:
     """SGLang's CPU defaults name Intel's AMX kernels, which this platform does not need."""
+    from sglang.srt.arg_groups import choices
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    if CPU_ATTENTION not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([CPU_ATTENTION])
+
+    @register_attention_backend(CPU_ATTENTION)
+    def build_attention(model_runner: "ModelRunner") -> "AttentionBackend":
+        from sglang_hybrid.platforms.attention import HybridCpuAttnBackend
+
+        return HybridCpuAttnBackend(model_runner)
 
     @register_resolution_hook("handle_cpu_backends")
     def handle_cpu_backends(

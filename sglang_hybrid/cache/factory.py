@@ -9,7 +9,6 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
     create_unified_radix_cache,
-    register_radix_cache_backend,
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -27,7 +26,7 @@ from sglang_hybrid.checkpoints.support import (
 )
 from sglang_hybrid.explain.cache_view import grid
 from sglang_hybrid.serving.advice import ServerSetup, advise, who_sees_the_page
-from sglang_hybrid.serving.config import BACKEND, HybridConfig
+from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.data_parallel import ignores_prefixes
 from sglang_hybrid.serving.device_streams import host_is_device
 from sglang_hybrid.serving.flag_values import FullHit
@@ -38,7 +37,7 @@ from sglang_hybrid.storage.disk.split_file import split_path
 logger = logging.getLogger(__name__)
 
 
-def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
+def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang.srt.runtime_context import get_schedule
 
     from sglang_hybrid.cache.sizes import cost_of_model
@@ -164,8 +163,3 @@ def _rank() -> int | None:
     here = get_parallel()
     receives = here.pp_rank == 0 and here.attn_tp_rank == 0 and here.attn_cp_rank == 0
     return (here.attn_dp_rank or here.dp_rank or 0) if receives else None
-
-
-def register() -> None:
-    """Make `--radix-cache-backend hybrid` known to SGLang in this process."""
-    register_radix_cache_backend(BACKEND, _factory)

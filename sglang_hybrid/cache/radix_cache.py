@@ -28,8 +28,6 @@ from sglang_hybrid.cache.resumable import ResumableView
 from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.cache.tree.components import kept_components, with_our_components
 from sglang_hybrid.cache.tuning import make_tuning
-from sglang_hybrid.explain.page.view import PageView
-from sglang_hybrid.explain.page.what_if import WhatIf
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Ui
 
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
     from sglang_hybrid.core.costs.cost import CostModel
+    from sglang_hybrid.explain.page.view import PageView
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +119,11 @@ class HybridRadixCache(HostTierCache):
         self.endings = Endings(self, parts)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
         self.report = CacheReport(self, parts, metrics=one_of_its_kind)
-        self.page = None
+        self.page: PageView | None = None
         if self.options.hybrid_ui is not Ui.OFF:
+            from sglang_hybrid.explain.page.view import PageView
+            from sglang_hybrid.explain.page.what_if import WhatIf
+
             tuning = self.tuning
             what_if = WhatIf(tuning.recent, lambda: tuning.in_force)
             self.page = PageView(self, self.decision_log, what_if)

@@ -13,9 +13,9 @@ from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.state_events import MEDIA, PlacedBlocks, StateEvents
 from sglang_hybrid.cache.state_slots.slots import free_slots
 from sglang_hybrid.core.costs.cost import STATES_OF_A_PREFILL
+from sglang_hybrid.core.tiers.published import LEAST_RATE, MOST_RATE, PAGE_TOKENS
 from sglang_hybrid.core.tiers.rates import TIERS_BELOW
 from sglang_hybrid.explain.messages import ResumableReq, ResumableReqOutput
-from sglang_hybrid.replicas.wire import LEAST_RATE, MOST_RATE, PAGE_TOKENS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler

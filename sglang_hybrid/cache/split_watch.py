@@ -8,14 +8,16 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Spec
-from sglang_hybrid.replay.simulation.tuner.candidates import describe_failure
 from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
-from sglang_hybrid.replay.simulation.tuner.splits import BetterSplit, find_better_split
 from sglang_hybrid.serving.advice import ServerSetup
 from sglang_hybrid.storage.disk.split_file import LearntSplit, write_split
+
+if TYPE_CHECKING:
+    from sglang_hybrid.replay.simulation.tuner.splits import BetterSplit
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,9 @@ class SplitWatch:
         """Whatever goes wrong here, the server goes on. most_held: slots that running requests have
         held at once.
         """
+        from sglang_hybrid.replay.simulation.tuner.candidates import describe_failure
+        from sglang_hybrid.replay.simulation.tuner.splits import find_better_split
+
         try:
             window = make()
             room = window.budget

@@ -24,13 +24,13 @@ from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Node
+from sglang_hybrid.core.tiers import published
 from sglang_hybrid.core.tiers.places import tiers_of
+from sglang_hybrid.core.tiers.published import KV, STATE
 from sglang_hybrid.core.tiers.rates import Tier
-from sglang_hybrid.replicas import wire
-from sglang_hybrid.replicas.index import KV, STATE
 from sglang_hybrid.serving.tenants import TenantNames, tenant, tenant_names
 
-MEDIA = {tier: medium for medium, tier in wire.MEDIA.items()}
+MEDIA = {tier: medium for medium, tier in published.MEDIA.items()}
 """SGLang's names of the tiers (its StorageMedium)."""
 
 

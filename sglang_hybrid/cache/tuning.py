@@ -20,18 +20,17 @@ from sglang_hybrid.cache.tiers.served_tiers import ServedCache, served_tiers
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import make_policies
-from sglang_hybrid.explain.page.what_if import FEWEST
-from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES, MARCONI_ALONE
 from sglang_hybrid.replay.simulation.tuner.recorder import (
+    FEWEST_REQUESTS,
+    MOST_RECORD_BYTES,
+    MOST_REQUESTS,
     Finished,
+    PolicySwitch,
     Recorder,
     RequestWindow,
     compact,
     make_window,
 )
-from sglang_hybrid.replay.simulation.tuner.trace_file import TraceFile
-from sglang_hybrid.replay.simulation.tuner.tuner import PolicySwitch, Rules, Tuner
-from sglang_hybrid.replay.simulation.workers import Limits
 from sglang_hybrid.serving.advice import ServerSetup
 from sglang_hybrid.serving.flag_values import Eviction, Ui
 from sglang_hybrid.serving.tenants import TenantNames, tenant_of
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_hybrid.cache.parts import Parts
+    from sglang_hybrid.replay.simulation.tuner.trace_file import TraceFile
+    from sglang_hybrid.replay.simulation.tuner.tuner import Tuner
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Tuning:
         parts, divided = self._parts, setup.kv_costs and not setup.one_memory
         if not divided or parts.serving is None or parts.shadow_tree is None:
             return
-        self.recorder = self.recorder if self.recorder is not None else Recorder(Rules.record_bytes)
+        self.recorder = self.recorder if self.recorder is not None else Recorder(MOST_RECORD_BYTES)
         self.splits = SplitWatch(setup, self.recent, lambda: self.in_force, path)
 
     @property
@@ -130,10 +131,10 @@ class Tuning:
         """Makes a window of the latest finished requests, in any thread; None where they are too
         few. The latter half of them counts.
         """
-        if self.recorder is None or len(self.recorder) < FEWEST:
+        if self.recorder is None or len(self.recorder) < FEWEST_REQUESTS:
             return None
         parts = self._parts
-        records = self.recorder.latest(Rules.most)
+        records = self.recorder.latest(MOST_REQUESTS)
         tiers = served_tiers(self._cache)
         return partial(
             make_window,
@@ -217,25 +218,32 @@ def make_tuning(cache: TunedCache, parts: Parts, rank: int | None) -> Tuning:
     options = parts.options
     if rank is None or cache.disable:
         return Tuning(cache, parts)
-    tuner = file = None
-    if options.is_tuned:
-        tuner = Tuner(
-            parts.cost,
-            Rules(
-                window=options.hybrid_tuner_window,
-                limits=Limits(workers=options.hybrid_tuner_workers),
-            ),
-            parts.start,
-            candidates=CANDIDATES if options.hybrid_eviction is Eviction.AUTO else MARCONI_ALONE,
-            min_branch_tokens=options.hybrid_min_branch_tokens,
-            serving=parts.serving,
-            has_states=cache.is_mamba_enabled,
-            tiers=partial(served_tiers, cache),
-        )
-    if options.hybrid_record:
-        path = Path(options.hybrid_record)
-        if rank:
-            path = path.with_name(f"{rank}-{path.name}")
-        file = TraceFile(path)
-    recorder = None if options.hybrid_ui is Ui.OFF else Recorder(Rules.record_bytes)
+    tuner = _make_tuner(cache, parts) if options.is_tuned else None
+    file = _make_file(Path(options.hybrid_record), rank) if options.hybrid_record else None
+    recorder = None if options.hybrid_ui is Ui.OFF else Recorder(MOST_RECORD_BYTES)
     return Tuning(cache, parts, tuner, file, recorder)
+
+
+def _make_tuner(cache: TunedCache, parts: Parts) -> Tuner:
+    from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES, MARCONI_ALONE
+    from sglang_hybrid.replay.simulation.tuner.tuner import Rules, Tuner
+    from sglang_hybrid.replay.simulation.workers import Limits
+
+    options = parts.options
+    limits = Limits(workers=options.hybrid_tuner_workers)
+    return Tuner(
+        parts.cost,
+        Rules(window=options.hybrid_tuner_window, limits=limits),
+        parts.start,
+        candidates=CANDIDATES if options.hybrid_eviction is Eviction.AUTO else MARCONI_ALONE,
+        min_branch_tokens=options.hybrid_min_branch_tokens,
+        serving=parts.serving,
+        has_states=cache.is_mamba_enabled,
+        tiers=partial(served_tiers, cache),
+    )
+
+
+def _make_file(path: Path, rank: int) -> TraceFile:
+    from sglang_hybrid.replay.simulation.tuner.trace_file import TraceFile
+
+    return TraceFile(path.with_name(f"{rank}-{path.name}") if rank else path)

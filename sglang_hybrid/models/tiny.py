@@ -20,10 +20,13 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
+from sglang_hybrid.models import TRAINED
 from sglang_hybrid.models.architectures import ARCHITECTURES, Architecture, Model, Scale
 from sglang_hybrid.models.architectures.base import MAX_LENGTH
 from sglang_hybrid.models.tokenizer import EOS, PAD, SPECIAL_TOKENS, TURN_END, write_tokenizer
-from sglang_hybrid.models.trained import TRAINED, WEIGHTS, trained
+from sglang_hybrid.models.trained import WEIGHTS, trained
+
+__all__ = ["ARCHITECTURES", "build_tiny_model", "ensure_tiny_model", "tiny_model_directory"]
 
 MODELS: dict[str, Architecture] = {TRAINED: trained, **ARCHITECTURES}
 """Every embedded model by its name; those of `ARCHITECTURES` have random weights."""

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from sglang_hybrid.models import TRAINED
 from sglang_hybrid.models.architectures.base import Model, Scale, tiny_only
 from sglang_hybrid.models.architectures.nemotron_h import SIZES, config
 from sglang_hybrid.models.tokenizer import VOCAB_SIZE
 from sglang_hybrid.models.weights import Array, Weights
 
-TRAINED = "trained"
 WEIGHTS = Path(__file__).parent / "trained.safetensors"
 
 _TABLES = ("model.embeddings.weight", "lm_head.weight")

@@ -8,6 +8,8 @@ import os
 from collections.abc import MutableMapping
 from typing import Final
 
+CPU_PLATFORM: Final = "sglang_hybrid.platforms.cpu.HybridCpuPlatform"
+
 SPINS: Final = 1_000
 """Turns of the loop in which a thread of GNU's OpenMP waits before it sleeps (docs/benchmarks.md).
 """
@@ -24,7 +26,7 @@ def activate() -> str | None:
     # What SGLang waits for when a process has died: GPUs that settle, and their core dumps.
     os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
-    return "sglang_hybrid.platforms.cpu.HybridCpuPlatform"
+    return CPU_PLATFORM
 
 
 def is_ours() -> bool:

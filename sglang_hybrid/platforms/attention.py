@@ -21,7 +21,6 @@ from torch import Tensor
 from sglang_hybrid.kernels.attention import Rule, attention
 from sglang_hybrid.platforms.native import attention as native
 from sglang_hybrid.platforms.native.library import library
-from sglang_hybrid.serving.config import CPU_ATTENTION
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -29,16 +28,6 @@ if TYPE_CHECKING:
 
 Pool = tuple[Tensor, Tensor]
 """One layer's keys [slots, Hkv, D] and values [slots, Hkv, Dv]."""
-
-
-def register() -> None:
-    """Make the backend known to SGLang's registry, and to the choices of its flags."""
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
-    if CPU_ATTENTION not in choices.ATTENTION_BACKEND_CHOICES:
-        choices.add_attention_backend_choices([CPU_ATTENTION])
-    register_attention_backend(CPU_ATTENTION)(HybridCpuAttnBackend)
 
 
 class HybridCpuAttnBackend(AttentionBackend):

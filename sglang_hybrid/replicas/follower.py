@@ -10,12 +10,13 @@ from typing import Final
 import httpx
 import zmq
 
+from sglang_hybrid.core.tiers.published import MEDIA, PAGE_TOKENS
 from sglang_hybrid.replicas.asking import MOST_ANSWER, Asking
 from sglang_hybrid.replicas.attempts import keep_trying
 from sglang_hybrid.replicas.index import MOST_TOKENS, ReplicaIndex
 from sglang_hybrid.replicas.load import ReplicaLoad
 from sglang_hybrid.replicas.reader import OutOfStep, ReplicaReader
-from sglang_hybrid.replicas.wire import MEDIA, PAGE_TOKENS, Malformed, Page, decode_page
+from sglang_hybrid.replicas.wire import Malformed, Page, decode_page
 
 ROUTE: Final = "/hybrid_cache/resumable"
 TICK: Final = 100  # milliseconds for which a thread waits before it looks whether it should end

@@ -7,15 +7,12 @@ import threading
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
+from sglang_hybrid.core.tiers.published import KV, STATE
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.replicas import tree
 from sglang_hybrid.replicas.resumable import Resumable, answers, note_deepest
 from sglang_hybrid.replicas.tokens import TOKEN_BYTES, Tokens, as_bytes
 from sglang_hybrid.replicas.tree import Node, Root
-
-KV: Final = "full"
-STATE: Final = "mamba"
-"""SGLang's names of the parts of a block (its ComponentType)."""
 
 MOST_TOKENS: Final = 1 << 28
 MOST_NODES: Final = 1 << 22

@@ -14,22 +14,13 @@ from typing import Annotated, Any, Final, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from sglang_hybrid.core.tiers.published import KV, LEAST_RATE, MEDIA, MOST_RATE, STATE
 from sglang_hybrid.core.tiers.rates import Tier
-from sglang_hybrid.replicas.index import KV, STATE, LostMessages, ReplicaIndex
+from sglang_hybrid.replicas.index import LostMessages, ReplicaIndex
 
 T = TypeVar("T")
 
-MEDIA: Final = {"GPU": Tier.DEVICE, "CPU_PINNED": Tier.HOST, "DISK": Tier.DISK}
-"""Tiers of SGLang's storage media; any other medium is as slow as the disk."""
-
 MOST_RANKS: Final = 64  # data-parallel ranks of a server
-PAGE_TOKENS: Final = 8_192
-"""Tokens after which a page of a snapshot ends, some milliseconds of a scheduler's time
-(cache/resumable.py). All pages but the last have as many.
-"""
-LEAST_RATE: Final = 1e-3
-MOST_RATE: Final = 1e7
-"""Tokens per second of a prefill that a server may say it has."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 Name: TypeAlias = Annotated[str, Meta(max_length=1_024)]

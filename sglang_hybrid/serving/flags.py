@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_hybrid.core.programs import MOST_PROCESSES, whole
 from sglang_hybrid.core.records.pin import MOST_OF_ALL
-from sglang_hybrid.models import ARCHITECTURES, TRAINED
+from sglang_hybrid.models import NAMES, TRAINED
 from sglang_hybrid.serving.flag_values import (
     DEFAULT_ALPHA,
     codec,
@@ -205,8 +205,8 @@ FLAGS = (
         "hybrid_default_model",
         "the embedded tiny model that is served when no --model-path is given: trained, which "
         "answers questions about Python's standard library, or one of random weights: "
-        f"{', '.join(sorted(ARCHITECTURES))}",
+        f"{', '.join(NAMES)}",
         metavar="MODEL",
-        choices=[TRAINED, *sorted(ARCHITECTURES)],
+        choices=[TRAINED, *NAMES],
     ),
 )

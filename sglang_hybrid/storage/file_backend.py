@@ -295,15 +295,3 @@ def _lengths_with_a_tail(there: Sequence[bool], tail: int) -> set[int]:
         if run >= min(tail, length):
             found.add(length)
     return found
-
-
-def register() -> None:
-    """Make ours what SGLang builds for `file`."""
-    from sglang.srt.mem_cache.storage import backend_factory
-
-    noisy = backend_factory.logger  # it warns of every replacement, in every process
-    noisy.disabled, before = True, noisy.disabled
-    backend_factory.StorageBackendFactory.register_backend(
-        "file", FileBackend.__module__, FileBackend.__name__
-    )
-    noisy.disabled = before

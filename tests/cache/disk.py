@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_hybrid.core.tiers.rates import Speeds
+from sglang_hybrid.plugin import bring_storage
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.storage import file_backend
 from sglang_hybrid.storage.disk.folder import RankFolder
@@ -50,7 +51,7 @@ def disk_server(
     """A server whose files are in `folder`; its threads end with the block. budget: bytes, too few
     for the flag.
     """
-    file_backend.register()
+    bring_storage()
     flags = json.dumps({"prefetch_threshold": 4})
 
     def opened(folder: RankFolder, _: int, *more: int) -> ObjectStore:

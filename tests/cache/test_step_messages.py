@@ -24,7 +24,8 @@ from sglang_hybrid.cache.learning import LearntBefore
 from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.tiers.rates import Tier
-from sglang_hybrid.replay.simulation.tuner.tuner import PolicySwitch, Tuner
+from sglang_hybrid.replay.simulation.tuner.recorder import PolicySwitch
+from sglang_hybrid.replay.simulation.tuner.tuner import Tuner
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.storage.disk.learnt_file import pack
 from tests.cache.backends import options

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES
-from sglang_hybrid.replay.simulation.tuner.tuner import PolicySwitch
+from sglang_hybrid.replay.simulation.tuner.recorder import PolicySwitch
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.serving.config import HybridConfig
 from tests.cache.backends import options

@@ -192,7 +192,7 @@ def test_the_start_of_a_server_compiles_where_prefills_leave_states(
     found: list[Any] = []
     monkeypatch.setattr(factory, "compile_kernels", lambda runner, tell: found.append(runner))
     runner = object()
-    factory._factory(
+    factory.build_cache(
         SimpleNamespace(
             model_config=SimpleNamespace(hf_config=None),
             server_args=SimpleNamespace(),

@@ -25,7 +25,8 @@ from sglang_hybrid.explain.page.messages import (
 from sglang_hybrid.explain.page.route import is_of_page
 from sglang_hybrid.explain.page.view import READERS, PageView
 from sglang_hybrid.explain.page.watch import MOST_WATCHERS, TooManyWatchers, Watch
-from sglang_hybrid.explain.page.what_if import FEWEST, SIZES, scaled
+from sglang_hybrid.explain.page.what_if import SIZES, scaled
+from sglang_hybrid.replay.simulation.tuner.recorder import FEWEST_REQUESTS
 from sglang_hybrid.serving.flag_values import Ui
 from sglang_hybrid.serving.routes import KeyHeader
 from tests.cache.backends import options
@@ -227,8 +228,8 @@ def test_an_answer_has_the_path_that_the_report_is_about() -> None:
 def test_a_replay_says_what_more_memory_would_hit() -> None:
     it = server(kv=600, states=12, rank=0)
     view = page(it)
-    assert view.try_others(WhatIfReq(begin=True)).told.startswith(f"fewer than {FEWEST}")
-    for number in range(2 * FEWEST):
+    assert view.try_others(WhatIfReq(begin=True)).told.startswith(f"fewer than {FEWEST_REQUESTS}")
+    for number in range(2 * FEWEST_REQUESTS):
         it.serve([*run(60, number % 8), *run(10, 100 + number)], [7])
     assert view.try_others(WhatIfReq(begin=True)).state == "running"
     view._what_if._thread.join()

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from sglang_hybrid.prompts.chats.fields import PromptSchema
 from sglang_hybrid.prompts.chats.rendering import encode_chat, render_chat
 from sglang_hybrid.prompts.endpoints import chat as chat_completions
-from sglang_hybrid.prompts.endpoints.chat import Beginning, PromptSchema, with_schemas
+from sglang_hybrid.prompts.endpoints.chat import Beginning, with_schemas
 from sglang_hybrid.prompts.schemas.registry import Registry
 from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
 from tests.prompts import schemas

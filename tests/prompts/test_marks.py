@@ -11,7 +11,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Prompt
 from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.core.returns.hints import NO_HINTS
-from sglang_hybrid.prompts.chats import anthropic, openai
+from sglang_hybrid.prompts.chats import anthropic, fields, openai
 from sglang_hybrid.prompts.chats.breakpoints import MARK
 from sglang_hybrid.prompts.chats.marks import SECONDS, Breakpoint, MarkedBlock, declare
 from sglang_hybrid.prompts.chats.rendering import encode_chat
@@ -154,7 +154,7 @@ def test_a_marked_block_is_pinned_for_its_lifetime(tokenizer: PreTrainedTokenize
         (found[1].position, 300),
     ]
     lifetimes = [*get_args(anthropic.CacheControl.model_fields["ttl"].annotation)]
-    assert {*lifetimes, *get_args(openai.Lifetime)} == SECONDS.keys()
+    assert {*lifetimes, *get_args(fields.Lifetime)} == SECONDS.keys()
 
 
 def test_a_mark_behind_an_image_is_placed_when_its_tokens_are_known(

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
+from sglang_hybrid.plugin import bring_storage
 from sglang_hybrid.storage import file_backend, weights
 from sglang_hybrid.storage.disk.other_models import identity_of
 from sglang_hybrid.storage.disk.served_model import Unidentified
@@ -65,7 +66,7 @@ def config(**changes: Any) -> HiCacheStorageConfig:
 
 def backend(**changes: Any) -> FileBackend:
     """As the factory and the controller make it."""
-    file_backend.register()
+    bring_storage()
     made = StorageBackendFactory.create_backend("file", config(**changes), None)
     assert isinstance(made, FileBackend)
     kv, states = Pool(PAGE, 8), Pool(1, 100)

@@ -14,7 +14,7 @@ from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.explain.page.messages import WhatIfReqOutput
 from sglang_hybrid.replay.simulation.tuner.candidates import describe_failure, hits_within
-from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
+from sglang_hybrid.replay.simulation.tuner.recorder import FEWEST_REQUESTS, RequestWindow
 from sglang_hybrid.replay.simulation.workers import Limits, run_jobs
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 SIZES = (0.5, 1.0, 2.0, 4.0, math.inf)
 """Times the memory that the server has; without a bound at last."""
 
-FEWEST = 16
 """Requests without which a replay says nothing."""
 
 
@@ -50,7 +49,7 @@ class WhatIf:
             return
         window = self._window()
         if window is None:
-            told = f"fewer than {FEWEST} requests have ended since the start."
+            told = f"fewer than {FEWEST_REQUESTS} requests have ended since the start."
             self._answer = WhatIfReqOutput(told=told)
             return
         self._answer = WhatIfReqOutput(state="running", told="requests are replayed.")

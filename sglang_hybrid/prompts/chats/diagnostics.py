@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.queue.prefix_overlap import as_key, common_prefix
 from sglang_hybrid.core.records.latest import Latest
 from sglang_hybrid.prompts.chats.breakpoints import common_start
-from sglang_hybrid.replay.simulation.traces.requests import common_prefix
 from sglang_hybrid.serving.tenants import Tenant, tenant_of_prompt
 
 MOST_BYTES = 64 << 20
@@ -110,7 +110,7 @@ def compare(before: SentPrompt, now: SentPrompt) -> Divergence | None:
         if found is not None:
             path, one, other = found
             at = common_start(one, other)
-            shared = common_prefix(before.ids, now.ids)
+            shared = common_prefix(as_key(before.ids), as_key(now.ids))
             return Divergence(
                 kind, path, _around(one, at), _around(other, at), shared, len(before.ids) - shared
             )

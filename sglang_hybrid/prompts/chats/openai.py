@@ -8,9 +8,7 @@ Source of the rules: OpenAI's reference of prompt caching and of its diagnostics
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
-
-from pydantic import BaseModel
+from typing import Any, Final
 
 from sglang_hybrid.prompts.chats.breakpoints import MARK
 from sglang_hybrid.prompts.chats.diagnostics import (
@@ -22,31 +20,11 @@ from sglang_hybrid.prompts.chats.diagnostics import (
     sent_prompts,
     text_of,
 )
+from sglang_hybrid.prompts.chats.fields import PromptCacheBreakpoint, PromptCacheOptions
 from sglang_hybrid.prompts.chats.marks import MarkedBlock, declare
 
 MOST_BREAKPOINTS = 4
 """Of the marked parts of a request, the last ones count."""
-
-Lifetime = Literal["30m", "12h"]
-DEFAULT_LIFETIME: Lifetime = "30m"
-
-
-class PromptCacheBreakpoint(BaseModel):
-    """Marks the end of a reusable prefix at a content part."""
-
-    mode: Literal["explicit"] = "explicit"
-    ttl: Lifetime | None = None
-
-
-class PromptCacheOptions(BaseModel):
-    """Of a whole request. ttl: for breakpoints without one of their own. comparison_response_id: of
-    the response whose prompt this one is compared with (/v1/responses).
-    """
-
-    mode: Literal["implicit", "explicit"] = "implicit"
-    ttl: Lifetime = DEFAULT_LIFETIME
-    comparison_response_id: str | None = None
-
 
 REASONS: Final = {PartKind.MODEL: "model", PartKind.TOOLS: "tools", PartKind.MESSAGES: "input"}
 """What a changed part is called in `prompt_cache_diagnostics`."""

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from sglang_hybrid.core.returns.hints import IMPORT, PREWARM, read_rate
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.explain.prompt_route import is_asked_only
-from sglang_hybrid.prompts.endpoints.chat import PromptSchema, prompt_of
+from sglang_hybrid.prompts.chats.fields import PromptSchema
+from sglang_hybrid.prompts.endpoints.chat import prompt_of
 from sglang_hybrid.prompts.endpoints.prewarm import gone_from, turns_of
 from sglang_hybrid.serving.requests.kv_hints import take
 from sglang_hybrid.serving.tenants import tenant_of_prompt

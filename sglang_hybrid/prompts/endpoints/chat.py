@@ -12,10 +12,9 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
+from sglang_hybrid.prompts.chats.fields import ImportedModule, PromptSchema
 from sglang_hybrid.prompts.chats.rendering import Encode, encoding
 from sglang_hybrid.prompts.endpoints import apart
 from sglang_hybrid.prompts.endpoints.server_registry import registry_of
@@ -33,26 +32,6 @@ OTHER_FRAMES = (
     "What the chat template writes around the schema's messages is not what it writes in a plain "
     "conversation, as with tools, so the prompt was computed as a whole."
 )
-
-
-class ImportedModule(BaseModel):
-    """A module that a chat imports. parameters: values by name. imports: modules within it."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str
-    parameters: dict[str, str] = {}
-    imports: list[str | ImportedModule] = []
-
-
-class PromptSchema(BaseModel):
-    """A registered schema, and what a chat imports from it; a text is a module's name."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str
-    imports: list[str | ImportedModule] = []
-    mode: Literal["exact", "modular"] = "exact"
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,37 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
+from typing import Final
 
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, UNBOUNDED, CostModel
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.server_settings import Budget, ServedTiers, Serving, Split
+from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.replay.simulation.traces.requests import Request, TokenArray
 
 _MOST = (1 << 31) - 1  # of int32
 RECORD_BYTES = 400
 """Of a record beside its tokens."""
+
+MOST_RECORD_BYTES: Final = 64 << 20
+MOST_REQUESTS: Final = 4_096
+"""What a server remembers, and what it replays of that."""
+
+FEWEST_REQUESTS: Final = 16
+"""With fewer, nothing is replayed."""
+
+
+@dataclass(frozen=True)
+class PolicySwitch:
+    """A decision of the tuner: from the scheduler step with which it arrives, `spec` chooses the
+    victims on every rank.
+    """
+
+    number: int
+    spec: Spec
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,10 @@ from sglang_hybrid.replay.simulation.tuner.candidates import (
     search,
 )
 from sglang_hybrid.replay.simulation.tuner.recorder import (
+    MOST_RECORD_BYTES,
+    MOST_REQUESTS,
     Finished,
+    PolicySwitch,
     Recorder,
     RequestWindow,
     make_window,
@@ -39,17 +42,6 @@ MOST_DOUBLINGS = 10
 """Of the time between two searches that fail."""
 
 Search = Callable[[RequestWindow, Sequence[Spec], Limits], TokensFound]
-
-
-@dataclass(frozen=True)
-class PolicySwitch:
-    """A decision of the tuner: from the scheduler step with which it arrives, `spec` chooses the
-    victims on every rank.
-    """
-
-    number: int
-    spec: Spec
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -73,12 +65,12 @@ class Rules:
     window: int = 0
     bootstrap: int = 2
     least: int = 64
-    most: int = 4_096
+    most: int = MOST_REQUESTS
     margin: float = 0.01
     sure: float = 2.5
     probation: float = 0.5
     drift: float = 0.1
-    record_bytes: int = 64 << 20
+    record_bytes: int = MOST_RECORD_BYTES
     limits: Limits = field(default_factory=Limits)
 
 

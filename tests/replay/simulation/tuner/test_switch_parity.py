@@ -11,9 +11,8 @@ import pytest
 
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.simulation.tuner.candidates import replay
-from sglang_hybrid.replay.simulation.tuner.recorder import Finished, make_window
+from sglang_hybrid.replay.simulation.tuner.recorder import Finished, PolicySwitch, make_window
 from sglang_hybrid.replay.simulation.tuner.tuned import switching
-from sglang_hybrid.replay.simulation.tuner.tuner import PolicySwitch
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.serving.config import HybridConfig
 from tests.replay.simulation.tuner.traffic import POOLS, fashions, requests, templates

@@ -11,9 +11,9 @@ import pytest
 from sglang_hybrid.core.costs.cost import IntArray
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES, TokensFound, search
-from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
+from sglang_hybrid.replay.simulation.tuner.recorder import PolicySwitch, RequestWindow
 from sglang_hybrid.replay.simulation.tuner.regret import Advantages, Regrets
-from sglang_hybrid.replay.simulation.tuner.tuner import PolicySwitch, Rules, Tuner
+from sglang_hybrid.replay.simulation.tuner.tuner import Rules, Tuner
 from sglang_hybrid.replay.simulation.workers import Limits
 from sglang_hybrid.replay.systems import Spec
 from tests.replay.simulation.tuner.traffic import COST, fashions, records, templates
