@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
@@ -49,7 +50,9 @@ def run(
     check(listen)
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))  # tenants have one name everywhere
     with ExitStack() as stack:
-        servers = [_Server(number, count, flags, stack) for number in range(count)]
+        made = TemporaryDirectory(prefix="sglang-hybrid-", ignore_cleanup_errors=True)
+        folder = stack.enter_context(made)  # a server that is killed leaves its files there
+        servers = [_Server(number, count, flags, folder, stack) for number in range(count)]
         for server in servers:
             server.process.wait_until_healthy()
 
@@ -143,11 +146,16 @@ def _envoy() -> str:
 
 
 class _Server:
-    """One of the servers, as often as it is started. process: the latest."""
+    """One of the servers, as often as it is started. folder: for its temporary files. process: the
+    latest.
+    """
 
-    def __init__(self, number: int, count: int, flags: Sequence[str], stack: ExitStack) -> None:
+    def __init__(
+        self, number: int, count: int, flags: Sequence[str], folder: str, stack: ExitStack
+    ) -> None:
         self._flags = [*flags, *event_flags(), *_devices(number, count, flags)]
         self._number = number
+        self._environment = {"TMPDIR": folder}
         self._stack = stack
         self._start(free_port())
 
@@ -165,7 +173,9 @@ class _Server:
 
     def _start(self, port: int) -> None:
         self._began = time.monotonic()
-        self.process = ServerProcess(self._flags, port=port, timeout=START_SECONDS)
+        self.process = ServerProcess(
+            self._flags, port=port, environment=self._environment, timeout=START_SECONDS
+        )
         self._stack.callback(self.process.log.unlink, missing_ok=True)
         self._stack.callback(self.process.stop)
         self.process.start()

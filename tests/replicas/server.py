@@ -34,9 +34,9 @@ def removed(*hashes: int) -> Event:
 
 
 def wait_until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not is_true():
-        assert time.monotonic() < deadline, "it did not become true within 60 seconds"
+        assert time.monotonic() < deadline, "it did not become true within 120 seconds"
         threading.Event().wait(0.005)
 
 

@@ -91,4 +91,4 @@ def test_a_second_router_does_not_share_the_port_of_the_first(
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr == f"a router cannot be at 127.0.0.1:{port}: Address already in use\n"
+    assert done.stderr == f"error: a router cannot be at 127.0.0.1:{port}: Address already in use\n"
