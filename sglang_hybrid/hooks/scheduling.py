@@ -153,3 +153,21 @@ def tell_images_apart(_: Any, request: Any, inputs: Any) -> None:
     for item in inputs.mm_items:
         tell_apart(item, tenant_of(request))
     inputs.padded_input_ids = None
+
+
+def forget_grammars(_: None, backend: Any, *__: Any, **___: Any) -> None:
+    """SGLang keeps each compiled grammar for ever; the oldest ones go beyond a bound."""
+    from sglang_hybrid.serving.requests.grammars import keep_within
+
+    keep_within(backend.cache)
+
+
+def bound_compiler(_: None, backend: Any, *__: Any, **___: Any) -> None:
+    """xgrammar keeps what it has compiled, too; SGLang gives it no bound."""
+    from xgrammar import GrammarCompiler
+
+    from sglang_hybrid.serving.requests.grammars import MOST_BYTES
+
+    backend.grammar_compiler = GrammarCompiler(
+        tokenizer_info=backend._tokenizer_info, cache_limit_bytes=MOST_BYTES
+    )

@@ -12,6 +12,16 @@ def send_arrival(state: dict[str, Any], stats: Any) -> None:
     state.setdefault("created_time", stats.created_time)
 
 
+def log_what_can_be(log: Callable[..., None], logger: Any, *args: Any, **kwargs: Any) -> None:
+    """A log of requests (--log-requests) decodes their token ids, before they are checked; wrong
+    ones are refused by the checks.
+    """
+    try:
+        log(logger, *args, **kwargs)
+    except (LookupError, OverflowError, TypeError, ValueError):
+        return
+
+
 def refuse_used_ids(manager: Any, body: Any, *_: Any, **__: Any) -> None:
     """An id of a request that has not ended is refused by the name that its client gave."""
     from sglang_hybrid.serving.requests import ids

@@ -49,6 +49,14 @@ HOOKS: tuple[Hook, ...] = (
         ("BatchedPenalizerOrchestrator.__init__", _AFTER, scheduling.count_earlier_tokens),
     ),
     *_in(
+        "sglang.srt.constrained.base_grammar_backend",
+        ("BaseGrammarBackend.set_cache", _AFTER, scheduling.forget_grammars),
+    ),
+    *_in(
+        "sglang.srt.constrained.xgrammar_backend",
+        ("XGrammarGrammarBackend.__init__", _AFTER, scheduling.bound_compiler),
+    ),
+    *_in(
         "sglang.srt.session.session_controller",
         ("SessionController.close", _BEFORE, scheduling.tell_of_closed_session),
     ),
@@ -218,6 +226,10 @@ HOOKS: tuple[Hook, ...] = (
             _BEFORE,
             serving.check_overrides,
         ),
+    ),
+    *_in(
+        "sglang.srt.utils.request_logger",
+        ("RequestLogger.log_received_request", _AROUND, serving.log_what_can_be),
     ),
     *_in(
         "sglang.srt.entrypoints.engine",

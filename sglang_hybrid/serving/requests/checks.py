@@ -185,7 +185,10 @@ def check(
         given = ", ".join(name for name in MEDIA if has_valid_data(getattr(request, name)))
         raise ValueError(f"the request has {given}, and this model reads text only; leave it out.")
     in_session = bool((getattr(request, "session_params", None) or {}).get("id"))
-    if not ids and not media and not in_session and getattr(request, "input_embeds", None) is None:
+    embeddings = getattr(request, "input_embeds", None)
+    if embeddings is not None and (request.text is not None or request.input_ids is not None):
+        raise ValueError("the request has input_embeds beside text or input_ids; give one of them.")
+    if not ids and not media and not in_session and embeddings is None:
         given = "input_ids" if request.text is None else "text"
         value = shown(getattr(request, given))
         raise ValueError(f"{given} is {value}; a prompt must have one token at least.")

@@ -15,6 +15,7 @@ import numpy as np
 
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.requests.bodies import json_shape
+from sglang_hybrid.serving.requests.patterns import check_pattern
 
 MOST_SAMPLES = 1_024
 """Answers to one prompt (`n`). SGLang copies the prompt that many times before it looks at it."""
@@ -45,6 +46,18 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "stream_interval": (1, INT32 - 1),
 }
 """Of sampling parameters, beside what SGLang itself checks (sampling_params.py, `verify`)."""
+
+GRAMMARS = ("json_schema", "structural_tag", "regex", "ebnf")
+"""Sampling parameters that are compiled."""
+
+LONGEST_GRAMMAR = 1 << 17
+MOST_PARTS = 1_000
+"""Characters of a grammar, and objects and lists of one in JSON: 3,000 properties took gigabytes
+and minutes to compile.
+"""
+
+WRITTEN = {"$ref", "pattern", "format"}
+"""Fields of a JSON schema that its compiler writes into warnings."""
 
 JSON_TEXTS = ("json_schema", "structural_tag")
 """Sampling parameters that are JSON within a text, which is compiled: the time grows faster than
@@ -132,10 +145,10 @@ def sampling_params(
             within(f"sampling_params.logit_bias[{token!r}]", bias, -LARGEST_BIAS, LARGEST_BIAS)
     patterns = params.get("stop_regex") or ()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        regular_expression("sampling_params.stop_regex", pattern)
-    for field in JSON_TEXTS:
+        check_pattern("sampling_params.stop_regex", pattern)
+    for field in GRAMMARS:
         if text := params.get(field):
-            json_shape(text.encode(errors="replace")).check(f"sampling_params.{field}")
+            grammar(field, text)
 
 
 def typed(field: str, value: object, schema: type[msgspec.Struct]) -> None:
@@ -146,14 +159,39 @@ def typed(field: str, value: object, schema: type[msgspec.Struct]) -> None:
         raise ValueError(of_types(error, field, value)) from None
 
 
-def regular_expression(field: str, pattern: str) -> None:
-    """`pattern` compiles."""
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+def grammar(field: str, text: str) -> None:
+    """A grammar that is compiled in the scheduler's process is of a bounded size, and what its
+    compiler may write to the log is printable. Raises ValueError.
+    """
+    if len(text) > LONGEST_GRAMMAR:
         raise ValueError(
-            f"{field} is {shown(pattern)}, which is no regular expression: {error}."
-        ) from None
+            f"{field} has {len(text):,} characters; it may have {LONGEST_GRAMMAR:,} at most."
+        )
+    if field not in JSON_TEXTS:
+        return
+    shape = json_shape(text.encode(errors="replace"))
+    shape.check(f"sampling_params.{field}")
+    if shape.containers > MOST_PARTS:
+        raise ValueError(
+            f"sampling_params.{field} has {shape.containers:,} properties, alternatives and lists; "
+            f"it may have {MOST_PARTS:,} at most."
+        )
+    try:
+        todo = [msgspec.json.decode(text.encode(errors="replace"))]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return  # what compiles it says so
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            for name in WRITTEN & part.keys():
+                if isinstance(part[name], str) and not part[name].isprintable():
+                    raise ValueError(
+                        f"sampling_params.{field} has {name} {shown(part[name])}; leave out what "
+                        "cannot be printed."
+                    )
+            todo += part.values()
+        elif isinstance(part, list):
+            todo += part
 
 
 def positions(field: str, given: Sequence[int], prompt: int) -> None:

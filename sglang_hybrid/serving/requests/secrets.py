@@ -7,12 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sglang_hybrid.core.named_files import read_text
+
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """SGLang's arguments that open something."""
 
 FLAGS = tuple("--" + name.replace("_", "-") for name in SECRETS)
 FILE = "@"
 """Begins the name of a file where a flag would have a key."""
+
+LONGEST_KEY = 1 << 16
+"""Bytes of such a file."""
 
 HIDDEN = "(hidden)"
 
@@ -29,11 +34,9 @@ def read_key(given: str | None) -> str | None:
         return given
     name = given.removeprefix(FILE)
     try:
-        key = Path(name).read_text().strip()
-    except OSError as error:
-        raise ValueError(f"the key's file {name!r} cannot be read: {error.strerror}.") from None
-    except ValueError:
-        raise ValueError(f"the key's file {name!r} is no text; put the key alone there.") from None
+        key = read_text(Path(name), LONGEST_KEY).strip()
+    except ValueError as error:
+        raise ValueError(f"the key's file: {error}.") from None
     if not key or not (key.isascii() and key.isprintable()):
         raise ValueError(f"the key's file {name!r} must have one line of ASCII, the key.")
     return key

@@ -1,6 +1,7 @@
 """A server tells its keys nowhere, and takes them from a file."""
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_key_comes_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "cannot be read: No such"),
+        (None, "cannot be read .No such"),
         (b" \n", "one line"),
         (b"a\nb", "one line"),
         (b"\xff", "text"),
@@ -60,8 +61,16 @@ def test_a_file_without_a_key_is_refused(tmp_path: Path, content: bytes | None, 
     file = tmp_path / "key"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ValueError, match=f"the key's file '.*key' .*{why}"):
+    with pytest.raises(ValueError, match=f"the key's file.*key.* .*{why}"):
         read_key(f"@{file}")
+
+
+def test_no_pipe_is_waited_for_and_no_device_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "key")
+    (tmp_path / "long").write_bytes(b"k" * (1 << 17))
+    for name, why in ((tmp_path / "key", "pipe"), ("/dev/zero", "device"), (tmp_path / "long", "")):
+        with pytest.raises(ValueError, match=f"the key's file: .*{why}"):
+            read_key(f"@{name}")
 
 
 def test_the_access_log_has_no_queries(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,78 @@
+"""Patterns and grammars of a client cost the others little."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.serving.requests import fields, grammars
+from sglang_hybrid.serving.requests.grammars import keep_within
+from sglang_hybrid.serving.requests.patterns import check_pattern, is_found
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(?:" * 50 + "a+" + ")+" * 50 + "b", "(a|a|aa)+b{1,50}c", "(a*)*" * 20 + "$x"]
+)
+def test_no_pattern_goes_back_and_forth(pattern: str) -> None:
+    """Each would take Python's `re` hours."""
+    check_pattern("stop_regex", pattern)
+    assert not is_found(pattern, "a" * 10_000)
+
+
+def test_a_pattern_is_found_anywhere() -> None:
+    assert is_found(r"[0-9]{2}\s?€", "it costs 15 € \ud83d")
+    assert not is_found(r"^x", "yx")
+
+
+@pytest.mark.parametrize("pattern", ["(", r"(a)\1", "(?=a)", "a{1,5000}", "\ud83d", "[" * 200])
+def test_a_pattern_that_cannot_be_matched_so_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"^stop_regex is .*, which is no regular expression"):
+        check_pattern("stop_regex", pattern)
+
+
+def properties(count: int) -> str:
+    return json.dumps({"type": "object", "properties": {f"p{at}": {} for at in range(count)}})
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "said"),
+    [
+        ("json_schema", properties(3_000), "3,002 properties, alternatives and lists"),
+        ("ebnf", "root ::= " + "a" * 200_000, "has 200,009 characters"),
+        ("json_schema", json.dumps({"anyOf": [{"$ref": "x\n[log] forged"}]}), r"\$ref 'x\\n"),
+        ("structural_tag", json.dumps({"pattern": "\x1b[2J"}), "pattern"),
+    ],
+)
+def test_a_grammar_is_of_a_bounded_size_and_can_be_printed(
+    field: str, text: str, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        fields.grammar(field, text)
+
+
+def test_usual_grammars_are_taken() -> None:
+    fields.grammar("json_schema", properties(500))
+    fields.grammar("json_schema", json.dumps({"description": "two\nlines", "enum": ["a\tb"]}))
+    fields.grammar("json_schema", "no JSON")
+    fields.grammar("ebnf", 'root ::= "a"\n')
+
+
+def test_the_oldest_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MOST_BYTES", 100)
+    monkeypatch.setattr(grammars, "MOST", 4)
+
+    def of(size: int) -> Any:
+        return SimpleNamespace(ctx=SimpleNamespace(memory_size_bytes=size))
+
+    cache: dict[str, Any] = {"a": of(50), "b": of(40), "c": of(30)}
+    keep_within(cache)
+    assert list(cache) == ["b", "c"]
+    cache["d"] = of(1_000)
+    keep_within(cache)
+    assert list(cache) == ["d"]
+    cache |= {name: SimpleNamespace() for name in "efghi"}
+    keep_within(cache)
+    assert list(cache) == ["f", "g", "h", "i"]
