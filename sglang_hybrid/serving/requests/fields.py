@@ -165,8 +165,11 @@ def grammar(field: str, text: str) -> None:
     """
     if len(text) > LONGEST_GRAMMAR:
         raise ValueError(
-            f"{field} has {len(text):,} characters; it may have {LONGEST_GRAMMAR:,} at most."
+            f"sampling_params.{field} has {len(text):,} characters; it may have "
+            f"{LONGEST_GRAMMAR:,} at most."
         )
+    if field == "regex" and not text.isprintable():
+        raise ValueError(f"sampling_params.regex is {shown(text)}; write \\n for a line's end.")
     if field not in JSON_TEXTS:
         return
     shape = json_shape(text.encode(errors="replace"))

@@ -43,6 +43,7 @@ def properties(count: int) -> str:
         ("json_schema", properties(3_000), "3,002 properties, alternatives and lists"),
         ("ebnf", "root ::= " + "a" * 200_000, "has 200,009 characters"),
         ("json_schema", json.dumps({"anyOf": [{"$ref": "x\n[log] forged"}]}), r"\$ref 'x\\n"),
+        ("regex", "a$b\n[log] forged", r"write \\n for a line's end"),
         ("structural_tag", json.dumps({"pattern": "\x1b[2J"}), "pattern"),
     ],
 )
