@@ -9,6 +9,7 @@ process has imported. Memory is what would be free without the process (psutil's
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import sys
@@ -90,7 +91,9 @@ def table(found: dict[str, tuple[set[Path], int]]) -> Table:
 
 
 def main() -> int:
-    Console().print(table(loaded(sys.argv[1:])))
+    parser = argparse.ArgumentParser(description="All other arguments are the server's.")
+    _, arguments = parser.parse_known_args()
+    Console().print(table(loaded(arguments)))
     return 0
 
 
