@@ -113,7 +113,6 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     from sglang_hybrid.serving.backend import check_disk, choose_backend, choose_schedule
     from sglang_hybrid.serving.preflight import HOST_RESERVE
     from sglang_hybrid.serving.requests.secrets import SECRETS, read_key
-    from sglang_hybrid.serving.variables import old_flag_notes
 
     load_plugins()
     parser = _parser()
@@ -147,8 +146,6 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
             f"this launcher; give {instead}.",
             flush=True,
         )
-    for sentence in old_flag_notes(argv):
-        print(f"{PROGRAM}: {sentence}", flush=True)
     options.to_environment()
     sglang_argv += choose_schedule(flags, options) + choose_backend(flags, options)
     try:

@@ -26,9 +26,8 @@ from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.hooks.patching import load_patches
 from sglang_hybrid.replay.__main__ import main as replay
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.flag_values import flag_name
 from sglang_hybrid.serving.telemetry.stats import Missed
-from sglang_hybrid.serving.variables import OLD_FLAGS, VARIABLES, variable
+from sglang_hybrid.serving.variables import VARIABLES, variable
 from tests.documented import PAGES, ROOT, commands
 
 COMMANDS = sorted(commands())
@@ -272,15 +271,6 @@ def test_the_table_of_flags_is_complete() -> None:
 def test_the_table_of_variables_is_complete() -> None:
     told = set(re.findall(r"^\| `(SGLANG_\w+)` \|", FLAGS, re.MULTILINE))
     assert told == {variable(name) for name in VARIABLES}
-
-
-def test_the_table_of_old_flags_says_what_replaces_them() -> None:
-    rows = re.findall(r"^\| `(--hybrid-[\w-]+) (\S+)` \| `([^`]+)` \|", FLAGS, re.MULTILINE)
-    told = {old: (text, new) for old, text, new in rows}
-    assert told.keys() == {flag_name(name) for name in OLD_FLAGS}
-    for name, becomes in OLD_FLAGS.items():
-        text, new = told[flag_name(name)]
-        assert becomes.format(text).removesuffix(" in the environment") == new
 
 
 def test_every_word_of_a_report_is_explained() -> None:

@@ -31,7 +31,7 @@ from sglang_hybrid.serving.flag_values import (
     flag_name,
 )
 from sglang_hybrid.serving.flags import add_flags
-from sglang_hybrid.serving.variables import PARTS, VARIABLES, add_old_flags, variable
+from sglang_hybrid.serving.variables import PARTS, VARIABLES, variable
 
 BACKEND = "hybrid"
 """Our name for SGLang's --radix-cache-backend."""
@@ -127,9 +127,8 @@ class HybridConfig:
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
-        """Add our flags to `parser`, in a group of their own, and the old ones."""
+        """Add our flags to `parser`, in a group of their own."""
         add_flags(parser, {field.name: field.default for field in fields(HybridConfig)})
-        add_old_flags(parser)
 
     @classmethod
     def split(
@@ -149,13 +148,12 @@ class HybridConfig:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> HybridConfig:
         """What the variables say, defaults elsewhere; raises ValueError for a bad value."""
-        return cls._from(vars(_read(environment, (field.name for field in fields(cls)))))
+        names = (field.name for field in fields(cls) if field.name not in PARTS)
+        return cls._from(vars(_read(environment, names)))
 
     def to_environment(self, environment: MutableMapping[str, str] | None = None) -> None:
         """Put every setting where `from_environment` finds it."""
         environment = os.environ if environment is None else environment
-        for name in PARTS:
-            environment.pop(variable(name), None)
         environment.update({variable(name): text for name, text in self._texts().items()})
 
     def overrides(self, environment: Mapping[str, str]) -> dict[str, str]:
@@ -163,15 +161,11 @@ class HybridConfig:
         that would say it.
         """
         ours = {name: text for name, text in self._texts().items() if name not in VARIABLES}
-        found = {
+        return {
             variable(name): flag_name(name)
             for name, text in ours.items()
             if environment.get(variable(name), text) != text
         }
-        for name, (_, becomes) in PARTS.items():
-            if variable(name) in environment:
-                found[variable(name)] = becomes.format(environment[variable(name)])
-        return found
 
     def changed(self) -> dict[str, str]:
         """The settings that are not the defaults, by the names of their fields, as flags or as
@@ -202,28 +196,14 @@ class HybridConfig:
     @classmethod
     def _from(cls, values: Mapping[str, Any]) -> HybridConfig:
         """Of values by flag; one that says several settings has them by their fields."""
-        known = {name: value for name, value in values.items() if not isinstance(value, dict)}
+        known: dict[str, Any] = {}
         for name, value in values.items():
-            if isinstance(value, dict):
-                _refuse_twice(name, known.keys() & value.keys())
-                known |= value
+            known |= value if isinstance(value, dict) else {name: value}
         defaults = {field.name: field.default for field in fields(cls)}
         for name, default in defaults.items():
             if isinstance(default, Enum) and name in known:
                 known[name] = type(default)(known[name])
-        if known.get("hybrid_alpha") is not None and known["hybrid_eviction"] is Eviction.AUTO:
-            known["hybrid_eviction"] = Eviction.MARCONI
         config = cls(**{name: value for name, value in known.items() if name in defaults})
-        if config.hybrid_tier_error and config.hybrid_tier_codec != TIER_CODECS[0]:
-            raise ValueError(
-                f"--hybrid-tier-error {config.hybrid_tier_error:g} chooses the codecs itself; "
-                f"leave --hybrid-tier-codec {config.hybrid_tier_codec} out."
-            )
-        if config.hybrid_alpha is not None and config.policy is not Eviction.MARCONI:
-            raise ValueError(
-                f"--hybrid-alpha {config.hybrid_alpha:g} belongs to --hybrid-eviction marconi and "
-                f"means nothing to {config.policy.value}; leave one of the two flags out."
-            )
         if config.hybrid_schedule_window < 1:
             raise ValueError("a window of 0 requests leaves nothing to choose; give 1 or more.")
         return config
@@ -239,13 +219,9 @@ def _read(environment: Mapping[str, str] | None, names: Iterable[str]) -> argpar
             argv += [flag_name(name), text]
     parser = _Raising(add_help=False)
     HybridConfig.add_flags(parser)
+    for name, read in VARIABLES.items():
+        parser.add_argument(flag_name(name), type=read, default=argparse.SUPPRESS)
     return parser.parse_args(argv)
-
-
-def _refuse_twice(name: str, twice: Iterable[str]) -> None:
-    """Raises ValueError where an old flag says what a flag says, too."""
-    for old in map(flag_name, twice):
-        raise ValueError(f"{old} and {flag_name(name)} say the same; leave {old} out.")
 
 
 class _Raising(argparse.ArgumentParser):

@@ -19,7 +19,6 @@ SLOTS, CHUNK, DECODING, NEW_TOKENS = 16, 64, 4, 200
 FLAGS = (
     *("--max-total-tokens", "1000", "--max-mamba-cache-size", str(SLOTS)),
     *("--chunked-prefill-size", str(CHUNK), "--max-running-requests", "5"),
-    *("--hybrid-slots-per-request", "1"),
     *("--prefill-decode-interval", "16", "--schedule-conservativeness", "0.1"),
 )
 """Between two chunks of a prompt the others decode 16 tokens each, of which SGLang expects few."""
@@ -38,7 +37,7 @@ def running(url: str) -> int:
 
 def test_a_prefill_waits_for_memory(serve: Serve) -> None:
     """560 tokens of a prompt fit when it is admitted, and do not when its last chunks are due."""
-    variables = dict(CHECKED, SGLANG_TEST_RETRACT="0")
+    variables = dict(CHECKED, SGLANG_TEST_RETRACT="0", SGLANG_HYBRID_SLOTS_PER_REQUEST="1")
     prompts = [random_prompt(10, seed=1 + i) for i in range(DECODING)]
     with (
         serve("--hybrid-memory", "split", *FLAGS, environment=variables) as server,

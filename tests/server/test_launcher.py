@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from sglang_hybrid import launch_server
-from sglang_hybrid.serving.server_process import ServerProcess, free_port
-from tests.server.client import alive, hybrid_cache
+from sglang_hybrid.serving.server_process import free_port
+from tests.server.client import alive
 
 pytestmark = pytest.mark.usefixtures("spawned")  # as users' processes start
 
@@ -196,17 +196,6 @@ def test_other_mistakes_end_in_one_sentence(flags: str, said: str) -> None:
 )
 def test_a_mistake_in_a_variable_is_one_sentence_too(variable: str, value: str, words: str) -> None:
     assert words in launch(environment={f"SGLANG_HYBRID_{variable}": value})
-
-
-@pytest.mark.slow
-def test_an_old_flag_works_and_says_what_replaces_it() -> None:
-    flags = ["--hybrid-alpha", "0.5", "--hybrid-answers-mb", "9"]
-    with ServerProcess(flags) as server:
-        said = server.log.read_text(errors="replace")
-        cache = hybrid_cache(server.url)
-    assert (cache["eviction"], cache["alpha"]) == ("marconi", 0.5)
-    assert "--hybrid-alpha goes with the next release; instead give --hybrid-eviction marc" in said
-    assert "instead give SGLANG_HYBRID_ANSWERS_MB=9 in the environment." in said
 
 
 @pytest.mark.slow

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import TIER_CODECS, Admission, Eviction, Schedule, flag_name
-from sglang_hybrid.serving.variables import OLD_FLAGS, PARTS, VARIABLES, old_flag_notes, variable
+from sglang_hybrid.serving.variables import PARTS, VARIABLES
 
 
 def parse(*argv: str) -> HybridConfig:
@@ -72,7 +71,7 @@ def test_our_flags_are_taken_and_the_rest_is_sglangs() -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--hybrid-alpha", "-1"],
+        ["--hybrid-eviction", "marconi:-1"],
         ["--hybrid-eviction", "marconi:nan"],
         ["--hybrid-eviction", "marconi:inf"],
         ["--hybrid-eviction", "marconi:"],
@@ -87,8 +86,6 @@ def test_our_flags_are_taken_and_the_rest_is_sglangs() -> None:
         ["--hybrid-tier-codec", "auto:little"],
         ["--hybrid-admission", "some"],
         ["--hybrid-disk-mb", "-3"],
-        ["--hybrid-min-branch-tokens", "1.5"],
-        ["--hybrid-native-kernels", "on"],
     ],
 )
 def test_a_bad_value_is_named_in_one_sentence(
@@ -106,12 +103,12 @@ def test_everything_survives_the_environment() -> None:
     config = parse(
         *("--hybrid-eviction", "marconi:0.125", "--hybrid-schedule", "car:size=9,seconds=0.5"),
         *("--hybrid-admission", "all", "--hybrid-tier-codec", "auto:0.01"),
-        *("--hybrid-tuner-window", "9", "--hybrid-record", "a b.jsonl"),
+        *("--hybrid-record", "a b.jsonl"),
     )
-    environment = {"PATH": "/bin", "SGLANG_HYBRID_ALPHA": "3"}
+    config = replace(config, hybrid_tuner_window=9)
+    environment = {"PATH": "/bin"}
     config.to_environment(environment)
     assert environment["SGLANG_HYBRID_EVICTION"] == "marconi:0.125"
-    assert "SGLANG_HYBRID_ALPHA" not in environment
     assert HybridConfig.from_environment(environment) == config
 
 
@@ -123,24 +120,17 @@ def test_an_empty_environment_means_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, value", [("SGLANG_HYBRID_ALPHA", "-1"), ("SGLANG_HYBRID_EVICTION", "fifo")]
+    ("name", "value"),
+    [
+        ("SGLANG_HYBRID_EVICTION", "fifo"),
+        ("SGLANG_HYBRID_MIN_BRANCH_TOKENS", "1.5"),
+        ("SGLANG_HYBRID_NATIVE_KERNELS", "on"),
+    ],
 )
 def test_a_bad_value_in_the_environment_is_one_sentence(name: str, value: str) -> None:
     with pytest.raises(ValueError) as caught:
         HybridConfig.from_environment({name: value})
     assert value in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("policy", ["lru", "sglang-lru", "reuse", "gdsf", "seglen"])
-def test_an_alpha_that_means_nothing_is_refused(policy: str) -> None:
-    said = rf"--hybrid-alpha 0.7 belongs to --hybrid-eviction marconi .* {policy}"
-    with pytest.raises(ValueError, match=said):
-        parse("--hybrid-eviction", policy, "--hybrid-alpha", "0.7")
-    with pytest.raises(ValueError, match=said):
-        HybridConfig.from_environment(
-            {"SGLANG_HYBRID_EVICTION": policy, "SGLANG_HYBRID_ALPHA": "0.7"}
-        )
-    assert parse("--hybrid-eviction", policy).alpha is None
 
 
 def test_codecs_are_those_of_the_tiers() -> None:
@@ -160,9 +150,6 @@ def test_variables_that_say_something_else_are_found() -> None:
     assert parse().overrides({"PATH": "/bin"}) == {}
     assert parse().overrides(environment) == {"SGLANG_HYBRID_EVICTION": "--hybrid-eviction"}
     assert parse("--hybrid-eviction", "marconi").overrides(environment) == {}
-    old = {"SGLANG_HYBRID_ALPHA": "0.7"}
-    said = {"SGLANG_HYBRID_ALPHA": "--hybrid-eviction marconi:0.7"}
-    assert parse().overrides(old) == said
     assert parse().overrides({"SGLANG_HYBRID_DRAIN_SECONDS": "0"}) == {}, "the launcher reads it"
 
 
@@ -174,62 +161,19 @@ def test_help_shows_seventeen_flags_of_ours_at_most() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     HybridConfig.add_flags(parser)
     assert len(visible(parser)) <= 17
-    shown = set(re.findall(r"--hybrid-[\w-]+", parser.format_help()))
-    assert not shown & {flag_name(name) for name in OLD_FLAGS}
 
 
 def test_a_field_is_a_flag_or_a_variable_or_a_part_of_a_flag() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     HybridConfig.add_flags(parser)
     flags = set(visible(parser))
-    assert not VARIABLES.keys() & PARTS.keys()
-    no_flags = VARIABLES | PARTS
+    assert not VARIABLES.keys() & PARTS
+    no_flags = VARIABLES.keys() | PARTS
     for field in fields(HybridConfig):
         assert (flag_name(field.name) in flags) != (field.name in no_flags), field.name
-
-
-VALUES = {
-    "hybrid_simulate_bandwidth": "host=25GB/s",
-    "hybrid_native_kernels": "off",
-    "hybrid_offload_watermark": "0.5",
-}
-
-
-@pytest.mark.parametrize("name", OLD_FLAGS)
-def test_an_old_flag_says_what_replaces_it_and_that_says_the_same(name: str) -> None:
-    text = VALUES.get(name, "7")
-    (said,) = old_flag_notes(["--model-path", "m", flag_name(name), text, "--hybrid-memory", "one"])
-    assert said.startswith(f"{flag_name(name)} goes with the next release; instead give ")
-    new = said.partition("; instead give ")[2].rstrip(".")
-    schedule = ["--hybrid-schedule", "window"] if "schedule" in name else []
-    old = parse(flag_name(name), text, *schedule)
-    if name in VARIABLES:
-        assert new == f"{variable(name)}={text} in the environment"
-        assert HybridConfig.split([], {variable(name): text})[0] == old
-    else:
-        assert parse(*new.split()) == old
-    assert old != parse(*schedule)
-    assert old_flag_notes(["--model-path", "m", "--hybrid-memory", "one"]) == []
 
 
 def test_a_flag_goes_before_a_variable() -> None:
     environment = {"SGLANG_HYBRID_DRAIN_SECONDS": "5", "SGLANG_HYBRID_EVICTION": "lru"}
     config, _ = HybridConfig.split([], environment)
     assert (config.hybrid_drain_seconds, config.policy) == (5.0, Eviction.REUSE)
-    given = HybridConfig.split(["--hybrid-drain-seconds", "2"], environment)[0]
-    assert given.hybrid_drain_seconds == 2.0
-
-
-def test_an_engine_reads_the_variable_of_an_old_flag() -> None:
-    config = HybridConfig.from_environment({"SGLANG_HYBRID_ALPHA": "0.7"})
-    assert config == HybridConfig.from_environment({"SGLANG_HYBRID_EVICTION": "marconi:0.7"})
-    window = {"SGLANG_HYBRID_SCHEDULE": "car", "SGLANG_HYBRID_SCHEDULE_WINDOW": "9"}
-    assert HybridConfig.from_environment(window) == parse("--hybrid-schedule", "car:size=9")
-
-
-def test_what_a_flag_and_an_old_flag_both_say_is_refused() -> None:
-    said = "--hybrid-alpha and --hybrid-eviction say the same; leave --hybrid-alpha out"
-    with pytest.raises(ValueError, match=said):
-        parse("--hybrid-eviction", "marconi:0.7", "--hybrid-alpha", "0.3")
-    with pytest.raises(ValueError, match=r"--hybrid-tier-error 0\.01 chooses the codecs itself"):
-        parse("--hybrid-tier-codec", "int8", "--hybrid-tier-error", "0.01")
