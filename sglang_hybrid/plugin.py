@@ -2,14 +2,17 @@
 
 import importlib.metadata
 import logging
+import multiprocessing
 import os
 import secrets
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from sglang_hybrid import SGLANG_VERSION, platforms
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.hooks import patching
+from sglang_hybrid.hooks.hook import HookError
 from sglang_hybrid.serving import log_lines, warm_up
 from sglang_hybrid.serving.config import BACKEND, CPU_ATTENTION, HybridConfig
 
@@ -28,7 +31,9 @@ class UnsupportedSGLang(RuntimeError):
 
 
 def check_sglang_version() -> None:
-    """Raise `UnsupportedSGLang` unless `SGLANG_VERSION` is installed."""
+    """Raise `UnsupportedSGLang` unless `SGLANG_VERSION` is installed, or a post-release of it: that
+    has the same sources but for what it mends, and `patching.verify` looks at those.
+    """
     try:
         found = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -36,11 +41,28 @@ def check_sglang_version() -> None:
             f"sglang is not installed; install sglang=={SGLANG_VERSION} "
             "(scripts/quickstart.sh does, on a machine with or without a GPU)."
         ) from None
-    if found != SGLANG_VERSION:
+    if found.partition(".post")[0] != SGLANG_VERSION:
         raise UnsupportedSGLang(
             f"sglang {found} is installed, but this release of sglang_hybrid extends "
             f"{SGLANG_VERSION} only; install sglang=={SGLANG_VERSION}."
         )
+
+
+@cache
+def why_not() -> str | None:
+    """Put patches and hooks in place for what this process will import; a sentence where that
+    cannot be, or is not wanted. Then nothing of SGLang is changed.
+    """
+    wanted = os.environ.get("SGLANG_PLUGINS")
+    if wanted and "sglang_hybrid" not in map(str.strip, wanted.split(",")):
+        return f"SGLANG_PLUGINS is {wanted!r}."
+    try:
+        check_sglang_version()
+        patching.verify()
+        patching.install()
+    except (UnsupportedSGLang, patching.PatchError, HookError) as error:
+        return str(error)
+    return None
 
 
 def activate() -> str | None:
@@ -48,27 +70,27 @@ def activate() -> str | None:
     `sglang.srt.platforms`).
 
     SGLang calls this before it imports any module that we patch or hook, whichever program started
-    it, so this is also where both are installed. Where that cannot be, the process ends with a
-    sentence: SGLang goes on after an exception.
+    it, so this is also where both are installed.
     """
-    try:
-        patching.install()
-    except patching.PatchError as error:
-        raise SystemExit(f"sglang_hybrid: {error}") from None
+    if why_not() is not None:
+        return None
     warm_up.register_on_import()
     return platforms.activate()
 
 
 def register() -> None:
     """Register everything we add to SGLang (entry point group `sglang.srt.plugins`). Called once in
-    each of its processes, which ends with a sentence where that cannot be.
+    each of its processes. SGLang goes on as if we were not installed where we cannot extend it: our
+    own launcher has refused to start before (`launch_server.py`). A wrong setting ends the process
+    with a sentence.
     """
+    why = why_not()
+    if why is not None:
+        if multiprocessing.parent_process() is None:
+            logger.warning("sglang_hybrid does nothing here: %s", why)
+        return
     try:
-        check_sglang_version()
-        patching.install()
-        HybridConfig.from_environment()  # raises where a setting is wrong
-    except (UnsupportedSGLang, patching.PatchError) as error:
-        raise SystemExit(f"sglang_hybrid: {error}") from None
+        HybridConfig.from_environment()
     except ValueError as error:
         raise SystemExit(str(error)) from None
     log_lines.install()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.models import ensure_tiny_model
 from tests.entered import entered
@@ -35,32 +36,80 @@ def test_the_cpu_platform_has_an_attention_of_its_own() -> None:
     assert resolved["the user's attention"] == "torch_native"
 
 
+GO_ON = """
+from sglang.srt.platforms import current_platform
+from sglang.srt.plugins import load_plugins
+load_plugins()
+print("went on as", type(current_platform).__module__)
+"""
+OTHER = """
+import importlib.metadata
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: {found!r} if name == "sglang" else version(name)
+"""
+LATE = """
+import sys, types
+sys.modules["sglang.srt.managers.scheduler"] = types.ModuleType("late")
+"""
+CHANGED = """
+from sglang_hybrid.hooks import sources
+from sglang_hybrid.hooks.hook import HookError
+from sglang_hybrid.hooks import patching
+
+def changed():
+    raise HookError("a function is another one")
+
+patching.verify = changed
+"""
+
+
+def went_on(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-W", "ignore", "-c", code + GO_ON]
+    variables = {**os.environ, **environment}
+    return subprocess.run(program, capture_output=True, text=True, timeout=250, env=variables)
+
+
 @pytest.mark.parametrize(
-    ("code", "environment", "sentence"),
+    ("code", "why"),
     [
         pytest.param(
-            "import sys, types\n"
-            "sys.modules['sglang.srt.managers.scheduler'] = types.ModuleType('late')\n"
-            "from sglang.srt.platforms import current_platform\n",
-            {},
-            "sglang_hybrid: sglang.srt.managers.scheduler was imported before",
-            id="too late",
+            OTHER.format(found="0.5.24"),
+            "sglang 0.5.24 is installed, but this release",
+            id="another release",
         ),
         pytest.param(
-            "from sglang.srt.plugins import load_plugins\nload_plugins()\n",
-            {"SGLANG_HYBRID_EVICTION": "bogus"},
-            "sglang_hybrid: argument --hybrid-eviction: 'bogus' is none of",
-            id="a bad variable",
+            LATE,
+            "sglang.srt.managers.scheduler was imported before",
+            id="too late",
             marks=pytest.mark.slow,
         ),
+        pytest.param(CHANGED, "a function is another one", id="changed", marks=pytest.mark.slow),
     ],
 )
-def test_a_process_that_cannot_have_our_part_ends_with_a_sentence(
-    code: str, environment: dict[str, str], sentence: str
-) -> None:
+def test_sglang_goes_on_where_it_cannot_be_extended(code: str, why: str) -> None:
+    """Nobody may have asked for us. One line says why; nothing of SGLang is changed."""
+    done = went_on(code + "import logging; logging.basicConfig()")
+    assert done.returncode == 0, done.stderr
+    assert "went on as" in done.stdout and "sglang_hybrid" not in done.stdout
+    assert done.stderr.count("sglang_hybrid does nothing here:") == 1 and why in done.stderr
+
+
+@pytest.mark.slow
+def test_plugins_that_are_listed_without_us_are_alone() -> None:
+    done = went_on("", SGLANG_PLUGINS="another")
+    assert "went on as" in done.stdout and "sglang_hybrid" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_post_release_with_the_same_pieces_is_extended() -> None:
+    done = went_on(OTHER.format(found=f"{SGLANG_VERSION}.post1"))
+    assert done.stdout == "went on as sglang_hybrid.platforms.cpu\n", done.stderr
+
+
+@pytest.mark.slow
+def test_a_wrong_setting_of_ours_ends_the_process_with_a_sentence() -> None:
     """SGLang logs what a plugin raises and goes on without it."""
-    program = [sys.executable, "-c", f"{code}print('went on')"]
-    variables = {**os.environ, **environment}
-    done = subprocess.run(program, capture_output=True, text=True, timeout=250, env=variables)
+    done = went_on("", SGLANG_HYBRID_EVICTION="bogus")
     assert (done.returncode, done.stdout) == (1, "")
+    sentence = "sglang_hybrid: argument --hybrid-eviction: 'bogus' is none of"
     assert done.stderr.splitlines()[-1].startswith(sentence)

@@ -1,8 +1,9 @@
 """Apply patches/ to SGLang's modules in memory, while they are imported.
 
-site-packages stays untouched: an import hook reads the released source, checks that it is the file
-the patch was cut from (sha256), applies the unified diff and compiles the result. Tracebacks and
-`inspect` show the patched source under the original path plus a note.
+site-packages stays untouched: an import hook reads the source, applies the unified diff and
+compiles the result. Each part of a diff has its line numbers in the file that it was cut from
+(sha256); in another file its lines are looked for. Tracebacks and `inspect` show the patched source
+under the original path plus a note.
 
 A patch file starts with a sentence that says what and why, then one line for each file it changes,
 
@@ -22,6 +23,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 
 import whatthepatch
@@ -57,22 +59,51 @@ class FilePatch:
         )
 
     def apply(self, released: bytes) -> str:
-        """The patched source, or `PatchError` if `released` is not the file we know."""
-        found = hashlib.sha256(released).hexdigest()
-        if found != self.sha256:
-            names = ", ".join(name for name, _ in self.diffs)
-            raise PatchError(
-                f"{self.path} of the installed sglang {installed_version()} is not the file of "
-                f"sglang {SGLANG_VERSION} that {names} was cut from (sha256 {found[:12]} instead "
-                f"of {self.sha256[:12]}); reinstall sglang=={SGLANG_VERSION}."
-            )
+        """The patched source. In a file that is not the one we know, each part of the patches is
+        looked for where its lines are; `PatchError` if they are not there.
+        """
+        is_known = hashlib.sha256(released).hexdigest() == self.sha256
         lines = released.decode().split("\n")
         for name, diff in self.diffs:
-            try:
-                lines = list(whatthepatch.apply_diff(diff, lines))
-            except whatthepatch.exceptions.WhatThePatchException as error:
-                raise PatchError(f"patch {name} does not apply to {self.path}: {error}") from None
+            if is_known:
+                try:
+                    lines = list(whatthepatch.apply_diff(diff, lines))
+                except whatthepatch.exceptions.WhatThePatchException as error:
+                    raise PatchError(
+                        f"patch {name} does not apply to {self.path}: {error}"
+                    ) from None
+            else:
+                lines = self._apply_where_found(name, diff, lines)
         return "\n".join(lines)
+
+    def _apply_where_found(
+        self, name: str, diff: "whatthepatch.patch.diffobj", lines: list[str]
+    ) -> list[str]:
+        made: list[str] = []
+        at = shift = 0
+        for _, changes in groupby(diff.changes, lambda change: change.hunk):
+            hunk = list(changes)
+            before = [change.line for change in hunk if change.old is not None]
+            first = next(change.old for change in hunk if change.old is not None) - 1
+            place = _nearest(lines, before, at, first + shift)
+            if place is None:
+                raise PatchError(
+                    f"{self.path} of the installed sglang {installed_version()} is not the file of "
+                    f"sglang {SGLANG_VERSION} that {name} was cut from: it has no such lines as "
+                    f"{before[0].strip()!r} near line {first + 1}; reinstall "
+                    f"sglang=={SGLANG_VERSION}."
+                )
+            made += lines[at:place]
+            made += [change.line for change in hunk if change.new is not None]
+            at, shift = place + len(before), place - first
+        return made + lines[at:]
+
+
+def _nearest(lines: list[str], wanted: list[str], begin: int, expected: int) -> int | None:
+    """Where the lines `wanted` are in `lines[begin:]`, nearest to `expected`; None if nowhere."""
+    last = len(lines) - len(wanted)
+    places = sorted(range(begin, last + 1), key=lambda place: abs(place - expected))
+    return next((at for at in places if lines[at : at + len(wanted)] == wanted), None)
 
 
 def load_patches() -> dict[str, FilePatch]:

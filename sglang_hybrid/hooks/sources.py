@@ -1,7 +1,7 @@
 """Sources of SGLang's functions: in a process that has loaded them, and in files that none has.
 
 A hook belongs to a function with a certain source. Its SHA-256 is that of the lines from the first
-decorator to the last statement, as they stand in the file (`digest`).
+decorator to the last statement (`digest`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,15 @@ def installed_version() -> str:
 
 
 def digest(source: str) -> str:
-    """The SHA-256 of a definition, or of a file's text, in hexadecimal."""
-    return hashlib.sha256(source.encode()).hexdigest()
+    """The SHA-256 of a definition, or of a file's text, in hexadecimal, but for empty lines and
+    those that are comments.
+    """
+    lines = (line for line in source.splitlines() if not _is_comment(line))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _is_comment(line: str) -> bool:
+    return not line.strip() or line.lstrip().startswith("#")
 
 
 def definition(lines: list[str], first: int) -> str:

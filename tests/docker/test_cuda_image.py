@@ -29,7 +29,8 @@ RUN userdel sglang \\
 """
 CHANGED = """
 FROM %s
-RUN echo >>/sgl-workspace/sglang/python/sglang/srt/managers/scheduler.py
+RUN sed -i "s/output = self._request_dispatcher/out = self._request_dispatcher/" \\
+    /sgl-workspace/sglang/python/sglang/srt/managers/scheduler.py
 """
 
 

@@ -206,7 +206,7 @@ def test_only_a_file_that_differs_is_parsed(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(install, "Sources", Noted)
     install.verify(folder)
     assert parsed == []
-    file.write_text("# another file with the same function\n" + SOURCE)
+    file.write_text("OTHER = 'another file with the same function'\n" + SOURCE)
     install.verify(folder)
     assert parsed == [target]
     file.write_text(SOURCE.replace("2 * n", "3 * n"))

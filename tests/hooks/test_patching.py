@@ -69,12 +69,27 @@ def test_two_patches_to_one_file_are_applied_in_order() -> None:
     assert "VALUE = 3" in patch.apply(SOURCE.encode())
 
 
-def test_another_file_than_the_released_one_is_refused(
-    toy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    patched(monkeypatch, diff("0" * 64))
+def test_a_file_that_lacks_the_lines_is_refused(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patched(monkeypatch, diff("0" * 64, "VALUE = 7"))
     with pytest.raises(PatchError, match=r"toy/module.py .* 0001-toy.patch .*reinstall"):
         importlib.import_module("toy.module")
+
+
+def test_lines_are_looked_for_in_another_file() -> None:
+    (patch,) = parse_patches({"0001.patch": diff("0" * 64)}).values()
+    other = f"# Another one.\n\n{SOURCE}\nVALUE = 1\n"
+    assert patch.apply(other.encode()) == other.replace("VALUE = 1", "VALUE = 2", 1)
+
+
+@pytest.mark.parametrize("path", patching.load_patches())
+def test_a_comment_in_a_file_of_sglang_changes_nothing(path: str) -> None:
+    """In front of the file and behind it."""
+    released = Path(str(importlib.metadata.distribution("sglang").locate_file(path))).read_bytes()
+    patch = patching.load_patches()[path]
+    made = patch.apply(released)
+    assert patch.apply(b"# One.\n# Two.\n" + released + b"# Three.\n") == (
+        f"# One.\n# Two.\n{made}# Three.\n"
+    )
 
 
 def test_a_diff_that_does_not_fit_is_refused() -> None:
