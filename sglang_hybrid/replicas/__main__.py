@@ -16,6 +16,7 @@ from typing import Final
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from sglang_hybrid.core.programs import (
     FAILED,
@@ -43,9 +44,10 @@ def table(replicas: Replicas) -> Table:
         step = "yes" if follower.is_in_step else follower.error or "reads"
         numbers = [held.nodes, held.tokens, *held.positions, load.waiting]
         share = f"{load.right:,} of {load.right + load.wrong:,}"
-        found.add_row(name, plain(step), *(f"{number:,}" for number in numbers), share)
+        row = [name, plain(step), *(f"{number:,}" for number in numbers), share]
+        found.add_row(*map(Text, row))  # no markup
     for name, error in sorted(replicas.errors.items()):
-        found.add_row(name, plain(error))
+        found.add_row(Text(name), Text(plain(error)))
     return found
 
 
@@ -124,7 +126,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(given: argparse.Namespace, flags: Sequence[str]) -> None:
     listen = "" if given.command == "watch" else f"{given.host}:{given.port}"
-    key = read_key(given.admin_api_key)
+    try:
+        key = read_key(given.admin_api_key)
+    except ValueError as error:
+        raise ValueError(f"--admin-api-key: {error}") from None
     if given.command == "serve":
         from sglang_hybrid.replicas import fleet
 

@@ -34,6 +34,7 @@ def test_servers_are_started_with_the_name_of_the_file(
     assert given == [2, flags, "127.0.0.1:30000", "the key", None]
 
 
-def test_a_key_that_cannot_be_read_is_said() -> None:
-    with pytest.raises(SystemExit, match="--admin-api-key: the key's file '/none' cannot be read"):
-        command.main(["watch", "http://a:30000", "--admin-api-key", "@/none"])
+def test_a_key_that_cannot_be_read_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["watch", "http://a:30000", "--admin-api-key", "@/none"]) == 1
+    said = "error: --admin-api-key: the key's file: /none cannot be read (No such file"
+    assert capsys.readouterr().err.startswith(said)
