@@ -155,11 +155,11 @@ def tell_images_apart(_: Any, request: Any, inputs: Any) -> None:
     inputs.padded_input_ids = None
 
 
-def forget_grammars(_: None, backend: Any, *__: Any, **___: Any) -> None:
+def bound_grammars(_: None, backend: Any, *__: Any, **___: Any) -> None:
     """SGLang keeps each compiled grammar for ever; the oldest ones go beyond a bound."""
-    from sglang_hybrid.serving.requests.grammars import keep_within
+    from sglang_hybrid.serving.requests.grammars import Grammars
 
-    keep_within(backend.cache)
+    backend.cache = Grammars()
 
 
 def bound_compiler(_: None, backend: Any, *__: Any, **___: Any) -> None:

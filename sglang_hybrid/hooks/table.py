@@ -50,7 +50,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     *_in(
         "sglang.srt.constrained.base_grammar_backend",
-        ("BaseGrammarBackend.set_cache", _AFTER, scheduling.forget_grammars),
+        ("BaseGrammarBackend.__init__", _AFTER, scheduling.bound_grammars),
     ),
     *_in(
         "sglang.srt.constrained.xgrammar_backend",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.serving.requests import fields, grammars
-from sglang_hybrid.serving.requests.grammars import keep_within
+from sglang_hybrid.serving.requests.grammars import Grammars
 from sglang_hybrid.serving.requests.patterns import check_pattern, is_found
 
 
@@ -27,7 +27,9 @@ def test_a_pattern_is_found_anywhere() -> None:
     assert not is_found(r"^x", "yx")
 
 
-@pytest.mark.parametrize("pattern", ["(", r"(a)\1", "(?=a)", "a{1,5000}", "\ud83d", "[" * 200])
+@pytest.mark.parametrize(
+    "pattern", ["(", r"(a)\1", "(?=a)", "a{1,5000}", "\ud83d", "[" * 200, r"\z", r"\pN+"]
+)
 def test_a_pattern_that_cannot_be_matched_so_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"^stop_regex is .*, which is no regular expression"):
         check_pattern("stop_regex", pattern)
@@ -68,12 +70,15 @@ def test_the_oldest_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     def of(size: int) -> Any:
         return SimpleNamespace(ctx=SimpleNamespace(memory_size_bytes=size))
 
-    cache: dict[str, Any] = {"a": of(50), "b": of(40), "c": of(30)}
-    keep_within(cache)
+    cache = Grammars()
+    cache.update({"a": of(50), "b": of(40), "c": of(30)})
     assert list(cache) == ["b", "c"]
     cache["d"] = of(1_000)
-    keep_within(cache)
     assert list(cache) == ["d"]
-    cache |= {name: SimpleNamespace() for name in "efghi"}
-    keep_within(cache)
+    cache.update({name: SimpleNamespace() for name in "efghi"})
     assert list(cache) == ["f", "g", "h", "i"]
+    cache["f"] = of(60)
+    assert list(cache) == ["g", "h", "i", "f"]
+    cache.clear()
+    cache.update({"j": of(60), "k": of(40)})
+    assert list(cache) == ["j", "k"] and cache.get("f") is None
