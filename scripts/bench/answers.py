@@ -29,7 +29,7 @@ from scripts.bench.traces import (
 )
 from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns import answers as model
-from sglang_hybrid.core.returns.feature_weights import Features
+from sglang_hybrid.core.returns.feature_weights import WEIGHT_BITS, Features
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.simulation.traces.declared_hints import KINDS, with_hints
@@ -185,7 +185,7 @@ def one_more(feature: Callable[[npt.NDArray[np.int64]], int]) -> Iterator[None]:
 
     def features_of(answer: npt.ArrayLike) -> Features:
         ids = np.asarray(answer)
-        own = (0x9E3779B1 * (feature(ids) + 1) >> 7) % (1 << model.WEIGHT_BITS)
+        own = (0x9E3779B1 * (feature(ids) + 1) >> 7) % (1 << WEIGHT_BITS)
         return np.unique(np.append(usual(ids), np.uint16(own)))
 
     model.features_of = features_of

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
+    """The cache of a scheduler whose pools are there. context: what SGLang has for it."""
     from sglang.srt.runtime_context import get_schedule
 
     from sglang_hybrid.cache.sizes import cost_of_model

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from sglang_hybrid.core.returns.feature_weights import (
     FEATURE_BYTES,
     FIRST_SQUARES,
+    WEIGHT_BITS,
     Features,
     FeatureWeights,
     Floats,
@@ -27,7 +28,6 @@ from sglang_hybrid.core.returns.feature_weights import (
 from sglang_hybrid.core.returns.hint_record import HintRecord
 from sglang_hybrid.core.returns.hints import Hint
 
-WEIGHT_BITS = 16
 TOKENS_AT_EACH_END = 64
 RATE = 0.05
 DECAY = 1e-4

@@ -12,7 +12,8 @@ from sglang_hybrid.core.costs.cost import IntArray
 Features = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 
-FEATURES: Final = 1 << 16
+WEIGHT_BITS: Final = 16
+FEATURES: Final = 1 << WEIGHT_BITS
 FIRST_SQUARES: Final = 0.1
 """The sum of squares of a weight that no example has changed."""
 MOST_SPARSE: Final = FEATURES // 8

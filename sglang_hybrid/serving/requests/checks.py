@@ -209,7 +209,7 @@ def check(
             if type(number) is not int:
                 raise ValueError(f"{name} is {shown(number)}; it must be an int.")
             fields.within(name, number, least, most)
-    if in_session and getattr(request, "input_embeds", None) is not None:
+    if in_session and embeddings is not None:
         raise ValueError("a request of a session has token ids; leave input_embeds out.")
     overrides = getattr(request, "embed_overrides", None)
     if overrides is not None:

@@ -172,7 +172,8 @@ def grammar(field: str, text: str) -> None:
         raise ValueError(f"sampling_params.regex is {shown(text)}; write \\n for a line's end.")
     if field not in JSON_TEXTS:
         return
-    shape = json_shape(text.encode(errors="replace"))
+    content = text.encode(errors="replace")
+    shape = json_shape(content)
     shape.check(f"sampling_params.{field}")
     if shape.containers > MOST_PARTS:
         raise ValueError(
@@ -180,7 +181,7 @@ def grammar(field: str, text: str) -> None:
             f"it may have {MOST_PARTS:,} at most."
         )
     try:
-        todo = [msgspec.json.decode(text.encode(errors="replace"))]
+        todo = [msgspec.json.decode(content)]
     except (msgspec.DecodeError, UnicodeDecodeError):
         return  # what compiles it says so
     while todo:
