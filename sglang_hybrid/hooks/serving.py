@@ -48,6 +48,30 @@ def render_anew(
     return (chat, messages), {**named, "use_cache": use_cache and not is_encoded_otherwise()}
 
 
+def leave_out_changing_lines(_: Any, request: Any, *__: Any, **___: Any) -> None:
+    """A chat whose system message begins with a line that changes with every request, as Claude
+    Code's do, is rendered without it.
+    """
+    from sglang_hybrid.prompts.chats import client_lines
+
+    if client_lines.are_left_out():
+        client_lines.strip_messages(request.messages)
+
+
+def convert_messages(convert: Callable[[Any, Any], Any], endpoint: Any, request: Any) -> Any:
+    """/v1/messages notes what of a request it cannot do as asked, and says so in the answer."""
+    from sglang_hybrid.prompts.chats import anthropic
+
+    return anthropic.convert(lambda asked: convert(endpoint, asked), request)
+
+
+def accept_thinking(apply: Callable[..., None], chat: Any, request: Any, enabled: bool) -> None:
+    """/v1/messages answers a request for thinking where the model cannot think, too."""
+    from sglang_hybrid.prompts.chats import anthropic
+
+    anthropic.apply_thinking(lambda: apply(chat, request, enabled))
+
+
 def tell_span(
     attributes: dict[str, Any], manager: Any, state: Any, outputs: Any, at: int
 ) -> dict[str, Any]:

@@ -189,6 +189,21 @@ HOOKS: tuple[Hook, ...] = (
     *_in(
         "sglang.srt.entrypoints.openai.serving_chat",
         ("OpenAIServingChat._render_and_encode_chat_template", _BEFORE, serving.render_anew),
+        ("OpenAIServingChat._apply_jinja_template", _BEFORE, serving.leave_out_changing_lines),
+        (
+            "OpenAIServingChat._apply_conversation_template",
+            _BEFORE,
+            serving.leave_out_changing_lines,
+        ),
+        ("OpenAIServingChat.apply_reasoning_enabled", _AROUND, serving.accept_thinking),
+    ),
+    *_in(
+        "sglang.srt.entrypoints.anthropic.serving",
+        (
+            "AnthropicServing._convert_to_chat_completion_request",
+            _AROUND,
+            serving.convert_messages,
+        ),
     ),
     *_in(
         "sglang.srt.entrypoints.openai.serving_responses",

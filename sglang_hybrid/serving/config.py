@@ -22,6 +22,7 @@ from sglang_hybrid.serving.flag_values import (
     ORDER_OPTIONS,
     TIER_CODECS,
     Admission,
+    ClientLines,
     Eviction,
     FullHit,
     Memory,
@@ -65,6 +66,7 @@ class HybridConfig:
     hybrid_offload_watermark: float = 0.6
     hybrid_simulate_bandwidth: str = ""
     hybrid_native_kernels: NativeKernels = NativeKernels.AUTO
+    hybrid_client_lines: ClientLines = ClientLines.DROP
     hybrid_disk_folder: str = ""
     hybrid_disk_mb: int = 0
     hybrid_warm_start: int = 0

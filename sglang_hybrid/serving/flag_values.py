@@ -96,6 +96,15 @@ class NativeKernels(Enum):
     OFF = "off"
 
 
+class ClientLines(Enum):
+    """Whether lines that clients put before a system prompt and that change with every request are
+    left out of it.
+    """
+
+    DROP = "drop"
+    KEEP = "keep"
+
+
 def flag_name(field: str) -> str:
     """The flag of a field of our settings, or of SGLang's arguments."""
     return "--" + field.replace("_", "-")

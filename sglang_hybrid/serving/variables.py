@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_hybrid.serving.flag_values import (
+    ClientLines,
     NativeKernels,
     count,
     links,
@@ -30,6 +31,7 @@ VARIABLES: dict[str, Callable[[str], Any]] = {
     "hybrid_offload_watermark": share,
     "hybrid_simulate_bandwidth": links,
     "hybrid_native_kernels": one_of(NativeKernels),
+    "hybrid_client_lines": one_of(ClientLines),
 }
 """By the field of `HybridConfig`, what reads the variable's text."""
 

@@ -98,6 +98,23 @@ def test_a_file_of_prompts_is_computed_at_the_start(
     assert tokens(STORY) - 1 <= meta["cached_tokens"] <= tokens(STORY)
 
 
+def test_a_line_that_changes_at_the_top_takes_no_hits(
+    claude: anthropic.Anthropic, tokens: Callable[[str], int]
+) -> None:
+    """Claude Code's defaults: a line with a checksum before the rules, and thinking."""
+    read = []
+    for turn in range(3):
+        header = text(f"x-anthropic-billing-header: cc_version=2.1; cch={turn:05x};")
+        usage = ask(
+            claude,
+            f"Question {turn}",
+            system=[header, text(RULES)],
+            thinking={"type": "enabled", "budget_tokens": 1024},
+        )
+        read.append(counts(usage)[0])
+    assert read[0] == 0 and min(read[1:]) >= tokens("<|im_start|>system\n" + RULES)
+
+
 def test_the_second_request_hits_exactly_the_marked_system_prompt(
     claude: anthropic.Anthropic, tokens: Callable[[str], int]
 ) -> None:

@@ -7,12 +7,18 @@ November 2026. SGLang's models of the requests have no such fields; patches 0040
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from sglang_hybrid.prompts.chats.breakpoints import MARK
+from sglang_hybrid.prompts.chats.client_lines import (
+    are_left_out,
+    left_out,
+    without_changing_blocks,
+)
 from sglang_hybrid.prompts.chats.diagnostics import (
     PartKind,
     RequestPart,
@@ -24,6 +30,9 @@ from sglang_hybrid.prompts.chats.diagnostics import (
 from sglang_hybrid.prompts.chats.marks import Breakpoint, MarkedBlock
 
 MOST_BREAKPOINTS = 4
+
+_notes: ContextVar[list[str] | None] = ContextVar("notes", default=None)
+"""Notes on the request that is being converted; None outside of that."""
 
 Path = tuple[Any, ...]
 """Names and indices from a request to a block: ("messages", 1, "content", 0)."""
@@ -53,6 +62,37 @@ class Diagnostics(BaseModel):
     """Asks what differs from the request that an earlier message answered; None: from none yet."""
 
     previous_message_id: str | None = None
+
+
+def convert(to_chat: Callable[[Any], Any], request: Any) -> Any:
+    """SGLang's chat request of a request of this API. Lines of its system prompt that change with
+    every request are taken out of `request`, too; notes on what differs from what was asked are
+    kept in it for `diagnose`.
+    """
+    notes: list[str] = []
+    if are_left_out():
+        before = _copied(request.system)
+        request.system = without_changing_blocks(request.system)
+        notes += left_out(before, request.system)
+    token = _notes.set(notes)
+    try:
+        return to_chat(request)
+    finally:
+        _notes.reset(token)
+        request._notes = list(dict.fromkeys([*request._notes, *notes]))
+
+
+def apply_thinking(apply: Callable[[], None]) -> None:
+    """Turn a model's thinking on or off as a request asks. Where the model or the server cannot,
+    the request is answered all the same, with a note: Claude Code asks for thinking by itself.
+    """
+    notes = _notes.get()
+    try:
+        apply()
+    except ValueError as error:
+        if notes is None:
+            raise
+        notes.append(f"thinking is as the server has it: {error}.")
 
 
 def check(request: Any) -> None:
@@ -119,9 +159,17 @@ def sent_prompt(request: Any, adapted: Any) -> SentPrompt | None:
 
 
 def diagnose(request: Any, prompt: SentPrompt | None, message_id: str) -> dict[str, Any] | None:
-    """`diagnostics` of the answer `message_id`: None if nothing was asked or nothing differs. The
-    prompt is kept for later questions.
+    """`diagnostics` of the answer `message_id`: None if nothing was asked or nothing differs, and
+    the request was answered as it was asked. The prompt is kept for later questions.
     """
+    found = _difference(request, prompt, message_id)
+    if not request._notes:
+        return found
+    ours = (found or {}).get("hybrid", {})
+    return {**(found or {}), "hybrid": {**ours, "notes": request._notes}}
+
+
+def _difference(request: Any, prompt: SentPrompt | None, message_id: str) -> dict[str, Any] | None:
     if prompt is None:
         return None
     previous = request.diagnostics.previous_message_id
@@ -243,6 +291,10 @@ def _at(request: Any, path: Sequence[Any]) -> Any:
     for name in path:
         found = found[name] if isinstance(name, int) else getattr(found, name)
     return found
+
+
+def _copied(content: Any) -> Any:
+    return [block.model_copy() for block in content] if isinstance(content, list) else content
 
 
 def _dotted(path: Path) -> str:
