@@ -131,7 +131,7 @@ def test_a_mark_is_no_change() -> None:
 
 
 def test_nothing_is_kept_of_who_does_not_ask() -> None:
-    request = SimpleNamespace(diagnostics=None)
+    request = SimpleNamespace(diagnostics=None, _notes=[])
     assert anthropic.sent_prompt(request, None) is None
     assert anthropic.diagnose(request, None, "one") is None
     assert diagnostics.sent_prompts().get(None, "one") is None
