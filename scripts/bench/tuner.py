@@ -25,7 +25,7 @@ from scripts.bench.traces import (
 from sglang_hybrid.replay.simulation.traces import generators
 from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES
-from sglang_hybrid.replay.simulation.tuner.tuned import DELAY, TunedCache, switching
+from sglang_hybrid.replay.simulation.tuner.tuned import DELAY, SimulatedTunedCache, switching
 from sglang_hybrid.replay.simulation.tuner.tuner import Rules
 from sglang_hybrid.replay.systems import Setting, Spec
 
@@ -81,7 +81,7 @@ class Row:
 def measure(setting: Setting, start: Spec, rules: Rules, delay: int) -> Row:
     requests = setting.requests
     alone = {spec: hits(setting, spec) for spec in dict.fromkeys((start, *CANDIDATES))}
-    cache = TunedCache(setting, CANDIDATES, start, rules, delay)
+    cache = SimulatedTunedCache(setting, CANDIDATES, start, rules, delay)
     tuned = sum(cache.serve(request).hit_len for request in requests)
     at, choice = cache.decided[0] if cache.decided else (len(requests), start)
     return Row(

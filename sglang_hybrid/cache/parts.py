@@ -160,7 +160,7 @@ def build_parts(
         parts.learning = Learning(shadow_tree.history, partial(disk_of, cache))
     if has_states and not params.disable:
         if plans and options.is_judicious:
-            _plan(parts, params, one_pass=one_pass)
+            add_planner(parts, params, one_pass=one_pass)
         _plan_decodes(parts, params)
     return parts
 
@@ -180,7 +180,7 @@ def _plan_decodes(parts: Parts, params: CacheInitParams) -> None:
     decode.plan_for(params.page_size, max_speculative_num_draft_tokens(), lazily=lazily)
 
 
-def _plan(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:
+def add_planner(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:
     """Prefills leave the states that we want."""
     grid = mamba_checkpoint_grid(params.page_size)
     chunk = params.chunked_prefill_size or 0

@@ -60,8 +60,8 @@ def settle_states(server_args: ServerArgs) -> None:
     KV only or of windows and states, and for what one memory cannot be combined with.
     """
     _prefixes_of_minicpm(server_args)
-    _one_memory_that_can_be(server_args)
-    _no_drafts_that_states_do_not_follow(server_args)
+    check_unified_memory(server_args)
+    reject_unsupported_speculation(server_args)
     _no_stages_that_lose_router_states(server_args)
     _no_ranks_that_sglang_cannot_divide(server_args)
     _no_host_below_kv_alone(server_args)
@@ -73,7 +73,7 @@ def settle_states(server_args: ServerArgs) -> None:
     _pools_that_run_full_together(server_args)
     _kernels_that_leave_states(server_args)
     _no_graph_over_mixers(server_args)
-    _hits_before_users(server_args)
+    warm_up_with_hits(server_args)
 
 
 def take_one_memory(server_args: ServerArgs) -> None:
@@ -116,7 +116,7 @@ def _prefixes_of_minicpm(server_args: ServerArgs) -> None:
         mamba_hook.validate_mamba_no_buffer(view, config.architectures[0])
 
 
-def _one_memory_that_can_be(server_args: ServerArgs) -> None:
+def check_unified_memory(server_args: ServerArgs) -> None:
     """Raises ValueError where our cache does not serve SGLang's unified pool."""
     view = resolving_view(server_args)
     if not view.enable_unified_memory or view.radix_cache_backend != BACKEND:
@@ -139,7 +139,7 @@ def _one_memory_that_can_be(server_args: ServerArgs) -> None:
         )
 
 
-def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
+def reject_unsupported_speculation(server_args: ServerArgs) -> None:
     """With speculative decoding SGLang 0.5.23 leaves states of models without attention where they
     were, whatever was accepted, and convolves trees of drafts as if they were chains where a model
     has short convolutions (models/lfm2.py:223): both answer wrongly. Jet-Nemotron's layers take a
@@ -381,7 +381,7 @@ def _no_graph_over_mixers(server_args: ServerArgs) -> None:
         declare_resolution(server_args, OURS, cuda_graph_config=graphs)
 
 
-def _hits_before_users(server_args: ServerArgs) -> None:
+def warm_up_with_hits(server_args: ServerArgs) -> None:
     """Where kernels are compiled, the server's warm-up has a hit (serving/warm_up.py)."""
     view = resolving_view(server_args)
     if view.device != "cuda" or view.skip_server_warmup or not plans_checkpoints(view):

@@ -29,7 +29,7 @@ READERS = 8
 TIMED_TOKENS = 1_024
 
 
-class ServedCache(Protocol):
+class ResumableCache(Protocol):
     """What is asked of a cache beside its events."""
 
     cost: CostModel
@@ -45,7 +45,7 @@ class ResumableView:
     scheduler: whose requests use the cache; a hook sets it (hooks/scheduling.py).
     """
 
-    def __init__(self, cache: ServedCache, events: StateEvents | None) -> None:
+    def __init__(self, cache: ResumableCache, events: StateEvents | None) -> None:
         self.scheduler: Scheduler | None = None
         self._cache = cache
         self._events = events

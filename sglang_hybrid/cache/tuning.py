@@ -16,7 +16,7 @@ from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.cache.split_watch import SplitWatch
 from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
-from sglang_hybrid.cache.tiers.served_tiers import ServedCache, served_tiers
+from sglang_hybrid.cache.tiers.served_tiers import TieredCache, served_tiers
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import make_policies
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TunedCache(SglangCache, ServedCache, Protocol):
+class TunedCache(SglangCache, TieredCache, Protocol):
     """A cache whose requests are replayed in the tiers that it has."""
 
 

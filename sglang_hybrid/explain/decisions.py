@@ -62,7 +62,7 @@ class NotTaken(Decision):
 
 
 @dataclass(frozen=True, slots=True)
-class Eviction(Decision):
+class EvictedEntry(Decision):
     """short: the pool that ran short, None if no pool of ours was asked. policy: the eviction
     policy's name.
     """
@@ -72,7 +72,7 @@ class Eviction(Decision):
 
 
 @dataclass(frozen=True, slots=True)
-class StateLost(Eviction):
+class StateLost(EvictedEntry):
     """A state was evicted.
 
     what: whether its KV was evicted too. score: what `policy` gave the state; None for leaves,
@@ -92,7 +92,7 @@ class StateLost(Eviction):
 
 
 @dataclass(frozen=True, slots=True)
-class KvLost(Eviction):
+class KvLost(EvictedEntry):
     """The KV of an edge was evicted. The entry is filed under the end of the edge's first page.
     end: position of the edge's end. end_hash: prefix hash of `end`.
     """

@@ -20,7 +20,7 @@ class HookError(RuntimeError):
     """
 
 
-class Kind(Enum):
+class HookKind(Enum):
     """When ours runs, and what it is called with.
 
     BEFORE: `ours(*args, **kwargs)` returns (args, kwargs) for the function, or None to leave them.
@@ -47,7 +47,7 @@ class Hook:
     """
 
     target: str
-    kind: Kind
+    kind: HookKind
     ours: Callable[..., Any]
 
     @property
@@ -131,17 +131,17 @@ def _function(found: Any) -> Any:
 def _around(hook: Hook, function: Any) -> Any:
     """`function` with ours around it."""
     ours = hook.ours
-    if hook.kind is Kind.REPLACE:
+    if hook.kind is HookKind.REPLACE:
         return ours(function)
 
-    if hook.kind is Kind.BEFORE:
+    if hook.kind is HookKind.BEFORE:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             changed = ours(*args, **kwargs)
             args, kwargs = (args, kwargs) if changed is None else changed
             return function(*args, **kwargs)
 
-    elif hook.kind is Kind.AFTER:
+    elif hook.kind is HookKind.AFTER:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)

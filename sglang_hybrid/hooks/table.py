@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_hybrid.hooks import models, pools, scheduling, serving, states
-from sglang_hybrid.hooks.hook import Hook, Kind
+from sglang_hybrid.hooks.hook import Hook, HookKind
 
-_BEFORE, _AFTER, _AROUND, _REPLACE = Kind
+_BEFORE, _AFTER, _AROUND, _REPLACE = HookKind
 
 
-def _in(module: str, *rows: tuple[str, Kind, Callable[..., Any]]) -> Iterator[Hook]:
+def _in(module: str, *rows: tuple[str, HookKind, Callable[..., Any]]) -> Iterator[Hook]:
     return (Hook(f"{module}:{name}", kind, ours) for name, kind, ours in rows)
 
 

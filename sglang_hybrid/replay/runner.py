@@ -17,7 +17,7 @@ from sglang_hybrid.replay.simulation.block_cache import BlockCache
 from sglang_hybrid.replay.simulation.future import Oracle
 from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
 from sglang_hybrid.replay.simulation.replicas import ROUTERS
-from sglang_hybrid.replay.simulation.shared_store import SharedStore, StoreBudget
+from sglang_hybrid.replay.simulation.shared_store import SimulatedStore, StoreBudget
 from sglang_hybrid.replay.simulation.simulator import Outcome
 from sglang_hybrid.replay.simulation.tiers.losses import Loss, Losses
 from sglang_hybrid.replay.simulation.tiers.tier_budgets import TierBudgets, TierCounts
@@ -189,7 +189,7 @@ class Runner:
             router = ROUTERS[job.routing]() if more else None
             store = None
             if job.store is not None:
-                store = SharedStore(job.cost, job.store, job.time)
+                store = SimulatedStore(job.cost, job.store, job.time)
             timeline = Timeline(
                 [cache, *more], job.time, count_request, router=router, late=job.late, store=store
             )

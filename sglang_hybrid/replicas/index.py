@@ -12,7 +12,7 @@ from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.replicas import tree
 from sglang_hybrid.replicas.resumable import Resumable, answers, note_deepest
 from sglang_hybrid.replicas.tokens import TOKEN_BYTES, Tokens, as_bytes
-from sglang_hybrid.replicas.tree import Node, Root
+from sglang_hybrid.replicas.tree import ReplicaNode, Root
 
 MOST_TOKENS: Final = 1 << 28
 MOST_NODES: Final = 1 << 22
@@ -46,8 +46,8 @@ class _Replica:
     def __init__(self, number: int) -> None:
         self.number = number
         self.block_size = 0
-        self.ends: dict[int, Node] = {}
-        self.nodes: dict[Node, int | None] = {}
+        self.ends: dict[int, ReplicaNode] = {}
+        self.nodes: dict[ReplicaNode, int | None] = {}
         self.size = 0
 
 
@@ -111,7 +111,7 @@ class ReplicaIndex:
                     f"{replica} holds more than {MOST_TOKENS:,} tokens or {MOST_NODES:,} nodes"
                 )
             if parent is None:
-                top: Node = self._roots.setdefault(tenant, {}).setdefault(
+                top: ReplicaNode = self._roots.setdefault(tenant, {}).setdefault(
                     width, Root(tenant, width)
                 )
             elif parent in one.ends:
@@ -187,7 +187,7 @@ class ReplicaIndex:
         """Raise AssertionError if what is kept for the replicas and the trees contradict each
         other, or a node is held by nobody and has no children.
         """
-        seen: set[Node] = set()
+        seen: set[ReplicaNode] = set()
         for width, root in [each for of in self._roots.values() for each in of.items()]:
             assert root.children
             for node in tree.walk(root):
@@ -214,13 +214,15 @@ class ReplicaIndex:
             self._numbered[one.number] = replica
         return one
 
-    def _share(self, upper: Node) -> None:
+    def _share(self, upper: ReplicaNode) -> None:
         """Note a node that a cut made for all who hold it."""
         for one in self._replicas.values():
             if upper.is_held_by(one.number):
                 one.nodes[upper] = None
 
-    def _remove_chain(self, one: _Replica, node: Node, hashes: Sequence[int], left: int) -> int:
+    def _remove_chain(
+        self, one: _Replica, node: ReplicaNode, hashes: Sequence[int], left: int
+    ) -> int:
         """Remove the chain that ends with `node`, whose hash is the last of the first `left`.
         Returns how many hashes are left before this chain.
         """
@@ -242,7 +244,7 @@ class ReplicaIndex:
                 return left
             node = above
 
-    def _release(self, one: _Replica, node: Node) -> None:
+    def _release(self, one: _Replica, node: ReplicaNode) -> None:
         """A replica holds nothing of `node` any more."""
         end = one.nodes.pop(node)
         one.size -= len(node.edge)
@@ -256,7 +258,7 @@ class ReplicaIndex:
                 del self._roots[top.tenant]
 
 
-def _hold(one: _Replica, node: Node, tier: Tier, components: Collection[str]) -> None:
+def _hold(one: _Replica, node: ReplicaNode, tier: Tier, components: Collection[str]) -> None:
     """A replica holds `components` of `node` in `tier`."""
     if node not in one.nodes:
         one.nodes[node] = None
@@ -268,7 +270,7 @@ def _hold(one: _Replica, node: Node, tier: Tier, components: Collection[str]) ->
         node.put_states(one.number, tier)
 
 
-def _end_with(one: _Replica, node: Node, end: int) -> None:
+def _end_with(one: _Replica, node: ReplicaNode, end: int) -> None:
     """The last block of `node` has the hash `end`."""
     before, other = one.nodes[node], one.ends.get(end)
     if before is not None and before != end:

@@ -25,7 +25,7 @@ AT_LEAST_AS_FAST: Final = tuple(ALL_TIERS >> tier << tier for tier in TIERS)
 """The bits of a copy in each tier."""
 
 
-class Node:
+class ReplicaNode:
     """Some blocks of tokens, and who holds them.
 
     edge: their tokens as int32, so that two edges are compared as memory. children: by their first
@@ -35,10 +35,10 @@ class Node:
 
     __slots__ = ("children", "edge", "inner", "kv", "parent", "state")
 
-    def __init__(self, parent: Node | None, edge: bytes) -> None:
+    def __init__(self, parent: ReplicaNode | None, edge: bytes) -> None:
         self.parent = parent
         self.edge = edge
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, ReplicaNode] = {}
         self.kv = self.state = self.inner = 0
 
     def put_kv(self, replica: int, tier: Tier) -> None:
@@ -79,7 +79,7 @@ def _put(holders: int, replica: int, tier: Tier) -> int:
     return holders & ~bits_of(replica) | AT_LEAST_AS_FAST[tier] << TIER_COUNT * replica
 
 
-class Root(Node):
+class Root(ReplicaNode):
     """The top of a tree: of one tenant and one size of block. width: bytes of a block."""
 
     __slots__ = ("tenant", "width")
@@ -90,20 +90,22 @@ class Root(Node):
         self.width = width
 
 
-def extend(top: Node, tokens: bytes, width: int) -> tuple[list[Node], list[Node]]:
+def extend(
+    top: ReplicaNode, tokens: bytes, width: int
+) -> tuple[list[ReplicaNode], list[ReplicaNode]]:
     """Make sure that `tokens` stand below `top`, with a node's end at the last of them.
 
     width: bytes of a block. Returns the nodes below `top` that these tokens fill, from the top, and
     the nodes that were made by a cut: each holds what the node below it holds, for all replicas.
     """
-    path: list[Node] = []
-    cuts: list[Node] = []
+    path: list[ReplicaNode] = []
+    cuts: list[ReplicaNode] = []
     offset = 0
     while offset < len(tokens):
         first = tokens[offset : offset + width]
         child = top.children.get(first)
         if child is None:
-            child = top.children[first] = Node(top, tokens[offset:])
+            child = top.children[first] = ReplicaNode(top, tokens[offset:])
         else:
             same = common_bytes(child.edge, tokens, offset) // width * width
             if same < len(child.edge):
@@ -115,14 +117,14 @@ def extend(top: Node, tokens: bytes, width: int) -> tuple[list[Node], list[Node]
     return path, cuts
 
 
-def cut(node: Node, size: int, width: int) -> Node:
+def cut(node: ReplicaNode, size: int, width: int) -> ReplicaNode:
     """Cut the edge of `node` after `size` bytes. Returns the new node above it, which ends there.
 
     `node` stays the one that ends where it ended, with the rest of its edge.
     """
     above = node.parent
     assert above is not None
-    upper = Node(above, node.edge[:size])
+    upper = ReplicaNode(above, node.edge[:size])
     above.children[node.edge[:width]] = upper
     upper.kv, upper.state, upper.inner = node.kv, node.inner, node.inner
     node.edge = node.edge[size:]
@@ -131,7 +133,7 @@ def cut(node: Node, size: int, width: int) -> Node:
     return upper
 
 
-def prune(node: Node, width: int) -> Node:
+def prune(node: ReplicaNode, width: int) -> ReplicaNode:
     """Remove `node` from its tree, and then its ancestors, as far as nobody holds them and they
     have no children. Returns the first that stays; a root always does.
     """
@@ -144,7 +146,7 @@ def prune(node: Node, width: int) -> Node:
 
 
 def stops(
-    root: Node, prompt: bytes, limit: int, everyone: int, width: int
+    root: ReplicaNode, prompt: bytes, limit: int, everyone: int, width: int
 ) -> tuple[list[int], list[int]]:
     """Where the path of `prompt` has states, up to `limit` bytes from its start.
 
@@ -176,7 +178,7 @@ def stops(
     return positions, holders
 
 
-def walk(root: Node) -> Iterator[Node]:
+def walk(root: ReplicaNode) -> Iterator[ReplicaNode]:
     """All nodes below `root`, in no particular order."""
     waiting = list(root.children.values())
     while waiting:

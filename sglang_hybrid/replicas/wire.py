@@ -94,7 +94,7 @@ class Page(msgspec.Struct):
             raise ValueError("a page that is not the last one has no events")
 
 
-class Answer(msgspec.Struct):
+class PageAnswer(msgspec.Struct):
     """The answer of GET /hybrid_cache/resumable: a page for each data-parallel rank."""
 
     ranks: Annotated[list[Page], Meta(min_length=1, max_length=MOST_RANKS)]
@@ -150,7 +150,7 @@ def decoded(decode: Callable[[bytes], T], content: bytes, what: str) -> T:
         raise Malformed(f"a message is no {what}: {error}") from error
 
 
-_pages = msgspec.json.Decoder(Answer).decode
+_pages = msgspec.json.Decoder(PageAnswer).decode
 _infos = msgspec.json.Decoder(ServerInfo).decode
 _prompts = msgspec.json.Decoder(Prompt).decode
 _batches = msgspec.msgpack.Decoder(_Batch).decode

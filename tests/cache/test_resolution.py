@@ -37,7 +37,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
     monkeypatch.setattr(resolution, "resolving_view", lambda given: given)
     monkeypatch.setattr(resolution, "model_config_of", lambda given: model)
     try:
-        resolution._no_drafts_that_states_do_not_follow(view)
+        resolution.reject_unsupported_speculation(view)
         resolution._no_stages_that_lose_router_states(view)
         resolution._no_ranks_that_sglang_cannot_divide(view)
     except ValueError as error:
@@ -56,10 +56,10 @@ def test_one_memory_is_refused_where_states_would_go_to_a_copy(
     monkeypatch.setattr(resolution, "model_config_of", lambda given: model)
     monkeypatch.setattr(resolution, "why_not_unified", lambda given: ("", ""))
     if architecture == "NemotronHForCausalLM":
-        resolution._one_memory_that_can_be(view)
+        resolution.check_unified_memory(view)
         return
     with pytest.raises(ValueError, match="writes states to a copy of the pool; use --hybrid-memor"):
-        resolution._one_memory_that_can_be(view)
+        resolution.check_unified_memory(view)
 
 
 @pytest.mark.parametrize(

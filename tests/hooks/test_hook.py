@@ -15,7 +15,7 @@ import pytest
 from sglang_hybrid import SGLANG_VERSION as VERSION
 from sglang_hybrid.hooks import hook as hooks
 from sglang_hybrid.hooks import install
-from sglang_hybrid.hooks.hook import Hook, HookError, Kind, is_in_place, put_around
+from sglang_hybrid.hooks.hook import Hook, HookError, HookKind, is_in_place, put_around
 from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, loaded_source
 from sglang_hybrid.hooks.table import HOOKS
 
@@ -85,7 +85,7 @@ def sources(folder: Path) -> Sources:
     return Sources(read)
 
 
-def hooked(folder: Path, *rows: tuple[str, Kind, Callable[..., Any]]) -> ModuleType:
+def hooked(folder: Path, *rows: tuple[str, HookKind, Callable[..., Any]]) -> ModuleType:
     """The module with hooks on it, whose hashes come from its file."""
     all_hooks = [Hook(f"toyhooks.module:{name}", kind, ours) for name, kind, ours in rows]
     files = sources(folder)
@@ -96,19 +96,21 @@ def hooked(folder: Path, *rows: tuple[str, Kind, Callable[..., Any]]) -> ModuleT
 
 
 def test_before_may_change_what_a_function_is_called_with(folder: Path) -> None:
-    module = hooked(folder, ("plain", Kind.BEFORE, lambda n, **named: ((n + 1,), named)))
+    module = hooked(folder, ("plain", HookKind.BEFORE, lambda n, **named: ((n + 1,), named)))
     assert module.plain(3, more=10) == 18
     assert module.plain.__name__ == "plain" and module.plain.__doc__ == "Doubled."
 
 
 def test_after_may_change_the_result(folder: Path) -> None:
-    module = hooked(folder, ("plain", Kind.AFTER, lambda result, n: -result if n else None))
+    module = hooked(folder, ("plain", HookKind.AFTER, lambda result, n: -result if n else None))
     assert (module.plain(3), module.plain(0)) == (-6, 0)
     assert is_in_place("toyhooks.module:plain") and not is_in_place("toyhooks.module:calls")
 
 
 def test_around_decides_whether_the_function_runs(folder: Path) -> None:
-    module = hooked(folder, ("plain", Kind.AROUND, lambda plain, n: plain(n) if n else "nothing"))
+    module = hooked(
+        folder, ("plain", HookKind.AROUND, lambda plain, n: plain(n) if n else "nothing")
+    )
     assert (module.plain(3), module.plain(0)) == (6, "nothing")
 
 
@@ -116,7 +118,7 @@ def test_around_what_is_awaited(folder: Path) -> None:
     async def ours(waits: Callable[[int], Any], n: int) -> int:
         return -(await waits(n))
 
-    module = hooked(folder, ("waits", Kind.AROUND, ours))
+    module = hooked(folder, ("waits", HookKind.AROUND, ours))
     assert asyncio.run(module.waits(2)) == -4
 
 
@@ -124,7 +126,7 @@ def test_a_class_is_replaced_by_one_of_its_kind(folder: Path) -> None:
     def ours(thing: type) -> type:
         return type("Ours", (thing,), {"method": lambda self, n: super(type(self), self).method(n)})
 
-    module = hooked(folder, ("Thing", Kind.REPLACE, ours))
+    module = hooked(folder, ("Thing", HookKind.REPLACE, ours))
     assert module.Thing.__name__ == "Ours" and module.Thing().method(1) == 2
 
 
@@ -132,7 +134,7 @@ def test_members_of_a_class_keep_their_kind(folder: Path) -> None:
     def more(result: Any, *_: Any) -> Any:
         return (result, "more")
 
-    rows = [(f"Thing.{name}", Kind.AFTER, more) for name in ("method", "made", "apart")]
+    rows = [(f"Thing.{name}", HookKind.AFTER, more) for name in ("method", "made", "apart")]
     module = hooked(folder, *rows)
     assert module.Part().method(1) == (2, "more")
     assert module.Part.made(1) == ((module.Part, 1), "more")
@@ -140,12 +142,12 @@ def test_members_of_a_class_keep_their_kind(folder: Path) -> None:
 
 
 def test_the_last_of_several_is_the_outermost(folder: Path) -> None:
-    rows = [("plain", Kind.AFTER, lambda result, n, k=k: f"{result}{k}") for k in "ab"]
+    rows = [("plain", HookKind.AFTER, lambda result, n, k=k: f"{result}{k}") for k in "ab"]
     assert hooked(folder, *rows).plain(1) == "2ab"
 
 
 def test_an_imported_name_is_changed_in_one_module_only(folder: Path) -> None:
-    module = hooked(folder, ("imported", Kind.AROUND, lambda imported, n: -imported(n)))
+    module = hooked(folder, ("imported", HookKind.AROUND, lambda imported, n: -imported(n)))
     assert module.calls(1) == -101
     assert importlib.import_module("toyhooks.other").imported(1) == 101
 
@@ -154,7 +156,7 @@ def test_a_target_that_is_not_there_is_named(folder: Path) -> None:
     module = importlib.import_module("toyhooks.module")
     for name in ("gone", "Gone.method", "Thing.gone", "Thing.inherited"):
         target = f"toyhooks.module:{name}"
-        here = [Hook(target, Kind.AFTER, print)]
+        here = [Hook(target, HookKind.AFTER, print)]
         with pytest.raises(HookError, match=rf"{target}, which .*is not in .*sglang=={VERSION}"):
             put_around(module, here, {target: "0"})
 
@@ -163,7 +165,7 @@ def test_another_source_than_the_released_one_is_refused_before_anything_is_chan
     folder: Path,
 ) -> None:
     module = importlib.import_module("toyhooks.module")
-    both = [Hook(f"toyhooks.module:{name}", Kind.AFTER, print) for name in ("calls", "plain")]
+    both = [Hook(f"toyhooks.module:{name}", HookKind.AFTER, print) for name in ("calls", "plain")]
     sha256 = {one.target: digest(str(sources(folder).source(one.target))) for one in both}
     sha256[both[1].target] = digest("another")
     with pytest.raises(HookError, match=rf"toyhooks\.module:plain of .*sglang=={VERSION}"):
@@ -174,14 +176,14 @@ def test_another_source_than_the_released_one_is_refused_before_anything_is_chan
 def test_a_hook_without_a_hash_is_refused(folder: Path) -> None:
     module = importlib.import_module("toyhooks.module")
     with pytest.raises(HookError, match="has no hash"):
-        put_around(module, [Hook("toyhooks.module:plain", Kind.AFTER, print)], {})
+        put_around(module, [Hook("toyhooks.module:plain", HookKind.AFTER, print)], {})
 
 
 def test_it_happens_when_the_module_is_imported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = "toyhooks.module:plain"
-    table = {"toyhooks.module": (Hook(target, Kind.AFTER, lambda result, n: -result),)}
+    table = {"toyhooks.module": (Hook(target, HookKind.AFTER, lambda result, n: -result),)}
     monkeypatch.setattr(install, "by_module", lambda: table)
     monkeypatch.setattr(install, "load_hashes", lambda: {target: digest("another")})
     install.on_import()
@@ -201,7 +203,7 @@ def test_only_a_file_that_differs_is_parsed(folder: Path, monkeypatch: pytest.Mo
             parsed.append(target)
             return super().source(target)
 
-    monkeypatch.setattr(install, "HOOKS", (Hook(target, Kind.AFTER, print),))
+    monkeypatch.setattr(install, "HOOKS", (Hook(target, HookKind.AFTER, print),))
     monkeypatch.setattr(install, "load_hashes", lambda: known)
     monkeypatch.setattr(install, "Sources", Noted)
     install.verify(folder)

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.prompts.endpoints.actions import imported_prompt, prepare_prewarm, take_turn
-from sglang_hybrid.prompts.endpoints.prewarm import Prepared, Turns, prefill
+from sglang_hybrid.prompts.endpoints.prewarm import Prepared, PrewarmTurns, prefill
 from sglang_hybrid.prompts.schemas.modular import Segment
 from sglang_hybrid.prompts.schemas.resolve import read_prompt
 from sglang_hybrid.serving.requests.kv_hints import write
@@ -90,7 +90,7 @@ class Steps:
     def __init__(self, busy: int) -> None:
         self.left = busy
         self.now = 0.0
-        self.turns = Turns(self.busy, lambda: self.now)
+        self.turns = PrewarmTurns(self.busy, lambda: self.now)
 
     def busy(self) -> bool:
         self.left -= 1

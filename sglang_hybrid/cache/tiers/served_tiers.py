@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.storage.store import Store
 
 
-class ServedCache(Protocol):
+class TieredCache(Protocol):
     """What is asked of a cache about its tiers.
 
     host_pool_group: SGLang's, None before there is one. ways: None without tiers.
@@ -40,7 +40,7 @@ class ServedCache(Protocol):
     def is_write_back(self) -> bool: ...
 
 
-def served_tiers(cache: ServedCache) -> ServedTiers | None:
+def served_tiers(cache: TieredCache) -> ServedTiers | None:
     """The tiers of `cache` now; None where it has none, or no states."""
     pools = cache.host_pool_group
     if cache.ways is None or pools is None or not cache.is_mamba_enabled:

@@ -69,7 +69,7 @@ def prompts_for(
     return prepared
 
 
-class Turns:
+class PrewarmTurns:
     """When prompts that no client waits for may be computed.
 
     busy: returns whether requests run. clock: returns seconds.
@@ -107,9 +107,9 @@ class Turns:
 
 
 @lru_cache(maxsize=1)
-def turns_of(manager: TokenizerManager) -> Turns:
+def turns_of(manager: TokenizerManager) -> PrewarmTurns:
     """The turns of this server."""
-    return Turns(lambda: bool(manager.rid_to_state))
+    return PrewarmTurns(lambda: bool(manager.rid_to_state))
 
 
 async def prefill(
@@ -120,10 +120,11 @@ async def prefill(
     pinned: tuple[float, Priority] | None = None,
     http: fastapi.Request | None = None,
 ) -> None:
-    """Compute these prompts, one after the other, as `Turns.take` lets them. pinned: the lifetime,
-    in seconds, and the priority with which they are pinned; None: they are not. http: the request
-    that asked for it, if one did. When its client goes away, the prompt that is being computed is
-    aborted (SGLang asks every few seconds), the others are left out, and ValueError is raised.
+    """Compute these prompts, one after the other, as `PrewarmTurns.take` lets them. pinned: the
+    lifetime, in seconds, and the priority with which they are pinned; None: they are not. http: the
+    request that asked for it, if one did. When its client goes away, the prompt that is being
+    computed is aborted (SGLang asks every few seconds), the others are left out, and ValueError
+    is raised.
     """
     payer = None if tenant is None else tenant.payer
     for one in prepared:

@@ -32,7 +32,7 @@ class StoreBudget:
         return cls(parse_bytes(size), Link(parse_rate(rate), STORE_LATENCY))
 
 
-class SharedStore(Simulator):
+class SimulatedStore(Simulator):
     """What servers that share a `store` have written to it, evicted by the returns that all their
     requests taught.
 

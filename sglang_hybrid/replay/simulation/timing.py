@@ -14,7 +14,7 @@ from sglang_hybrid.core.queue.orders import FirstCome, Order
 from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.replay.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.replay.simulation.replicas import Replica, Router, Told, hear
-from sglang_hybrid.replay.simulation.shared_store import SharedStore
+from sglang_hybrid.replay.simulation.shared_store import SimulatedStore
 from sglang_hybrid.replay.simulation.simulated_queue import SimulatedQueue
 from sglang_hybrid.replay.simulation.simulator import Cache, Outcome, Simulator, Ticket
 from sglang_hybrid.replay.simulation.traces.requests import Request
@@ -75,7 +75,7 @@ class Timeline:
         bound: Bound | None = None,
         router: Router | None = None,
         late: float = 0.0,
-        store: SharedStore | None = None,
+        store: SimulatedStore | None = None,
     ) -> None:
         self.time = time
         self.done = done

@@ -91,7 +91,7 @@ class BodyBounds:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._turns = Turns()
+        self._turns = BodyTurns()
         self._waiting = WaitingBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,7 +153,7 @@ class _Reader:
     """Reads the body of one request in parts; the application gets it in one message."""
 
     def __init__(
-        self, scope: Scope, receive: Receive, turns: Turns, waiting: WaitingBodies
+        self, scope: Scope, receive: Receive, turns: BodyTurns, waiting: WaitingBodies
     ) -> None:
         headers = dict(scope["headers"])
         announced = headers.get(b"content-length", b"")
@@ -269,7 +269,7 @@ async def _refuse(status: HTTPStatus, why: str) -> NoReturn:
     raise HTTPException(status, why)
 
 
-class Turns:
+class BodyTurns:
     """Steps of the event loop that take long, one at a time; after each the loop is free for `FREE`
     times as long as it took.
     """

@@ -13,7 +13,7 @@ from sglang_hybrid.core.victims.eviction import Lru
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.replay.simulation.replicas import ROUTERS, CacheAware, Replica, Told, hear
-from sglang_hybrid.replay.simulation.shared_store import SharedStore, StoreBudget
+from sglang_hybrid.replay.simulation.shared_store import SimulatedStore, StoreBudget
 from sglang_hybrid.replay.simulation.simulator import Simulator
 from sglang_hybrid.replay.simulation.timing import Timeline
 from sglang_hybrid.replay.simulation.traces.generators import generate, traffic
@@ -181,7 +181,7 @@ def test_a_store_gives_a_server_what_another_has_computed() -> None:
     """If loading takes less time than computing, and no more than the server lacks."""
     fast, slow = (StoreBudget.parse(f"1TB@{rate}/s") for rate in ("1TB", "1KB"))
     for budget, loads in ((fast, True), (slow, False)):
-        store = SharedStore(COST, budget, SECOND_A_TOKEN)
+        store = SimulatedStore(COST, budget, SECOND_A_TOKEN)
         first, second = server(), server()
         prompt = request([*SHARED, *range(200, 300)])
         assert store.load(prompt, first) == 0.0

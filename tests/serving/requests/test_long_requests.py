@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import pytest
 
 from sglang_hybrid.serving.requests import long_requests
-from sglang_hybrid.serving.requests.long_requests import Turns, in_thread, in_thread_if_long
+from sglang_hybrid.serving.requests.long_requests import BodyTurns, in_thread, in_thread_if_long
 
 WHOSE: ContextVar[str] = ContextVar("whose", default="nobody's")
 
@@ -17,7 +17,7 @@ WHOSE: ContextVar[str] = ContextVar("whose", default="nobody's")
 def test_others_run_between_two_long_steps() -> None:
     seen: list[str] = []
 
-    async def long(turns: Turns, name: str) -> None:
+    async def long(turns: BodyTurns, name: str) -> None:
         await turns.take()
         seen.append(name)
         time.sleep(0.01)  # as if a body was parsed
@@ -29,7 +29,7 @@ def test_others_run_between_two_long_steps() -> None:
             await asyncio.sleep(0)
 
     async def run() -> None:
-        turns = Turns()
+        turns = BodyTurns()
         await asyncio.gather(*(long(turns, name) for name in "abc"), others())
 
     asyncio.run(run())
@@ -40,7 +40,7 @@ def test_others_run_between_two_long_steps() -> None:
 
 def test_a_turn_that_nobody_waits_for_any_more_is_given_on() -> None:
     async def run() -> None:
-        turns = Turns()
+        turns = BodyTurns()
         await turns.take()
         gone = asyncio.create_task(turns.take())
         await asyncio.sleep(0)

@@ -89,7 +89,7 @@ def switching(setting: Setting, start: Spec) -> Switching:
     return Switching(cost, setting.budget, policy, least, state_policy, history=history)
 
 
-class TunedCache:
+class SimulatedTunedCache:
     """A cache with a tuner.
 
     Searches run here, and their results arrive `delay` requests later.
@@ -177,11 +177,13 @@ class TunedCache:
         return TokensFound(window.counted_tokens, hits)
 
 
-def build_tuned(name: str, setting: Setting, delay: float = DELAY, window: float = 0) -> TunedCache:
+def build_tuned(
+    name: str, setting: Setting, delay: float = DELAY, window: float = 0
+) -> SimulatedTunedCache:
     """`name`: one of CHOICES. window: requests, 0 for what the rules find."""
     candidates = CHOICES[name]
     rules = Rules(window=int(window))
-    return TunedCache(setting, candidates, candidates[0], rules, int(delay))
+    return SimulatedTunedCache(setting, candidates, candidates[0], rules, int(delay))
 
 
 SYSTEMS = {name: System(partial(build_tuned, name), ("delay", "window")) for name in CHOICES}

@@ -13,7 +13,12 @@ from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.simulation.prefill_time import PAPER
 from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES, TokensFound
 from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
-from sglang_hybrid.replay.simulation.tuner.tuned import CHOICES, TunedCache, build_tuned, switching
+from sglang_hybrid.replay.simulation.tuner.tuned import (
+    CHOICES,
+    SimulatedTunedCache,
+    build_tuned,
+    switching,
+)
 from sglang_hybrid.replay.simulation.tuner.tuner import Rules
 from sglang_hybrid.replay.simulation.workers import Limits
 from tests.replay.simulation.tuner.traffic import COST, POOLS, fashions, requests, templates
@@ -37,8 +42,8 @@ everywhere = pytest.mark.parametrize(
 """Of the quick tests only what a server does."""
 
 
-def played(setting: Setting, delay: int) -> TunedCache:
-    cache = TunedCache(setting, CANDIDATES[:3], LRU, RULES, delay)
+def played(setting: Setting, delay: int) -> SimulatedTunedCache:
+    cache = SimulatedTunedCache(setting, CANDIDATES[:3], LRU, RULES, delay)
     for request in setting.requests:
         cache.serve(request)
     return cache
@@ -46,7 +51,7 @@ def played(setting: Setting, delay: int) -> TunedCache:
 
 @everywhere
 def test_while_nothing_is_chosen_it_is_the_cache_it_starts_with(setting: Setting) -> None:
-    cache = TunedCache(setting, [REUSE], REUSE, RULES)
+    cache = SimulatedTunedCache(setting, [REUSE], REUSE, RULES)
     alone = REUSE.build(setting)
     for request in setting.requests:
         assert cache.serve(request) == alone.serve(request)
@@ -61,7 +66,10 @@ def prefer_reuse(window: RequestWindow, candidates: Sequence[Spec], limits: Limi
 @everywhere
 def test_a_choice_takes_over_what_is_cached_when_its_search_ends(setting: Setting) -> None:
     for delay in (0, 15):
-        cache, by_hand = TunedCache(setting, CANDIDATES, LRU, RULES, delay), switching(setting, LRU)
+        cache, by_hand = (
+            SimulatedTunedCache(setting, CANDIDATES, LRU, RULES, delay),
+            switching(setting, LRU),
+        )
         cache.tuner._search = prefer_reuse
         for number, request in enumerate(setting.requests):
             if number == 40 + delay:
