@@ -109,7 +109,7 @@ def test_a_model_that_cannot_think_answers_with_a_note() -> None:
     anthropic.convert(to_chat, request)
     anthropic.convert(to_chat, request)  # as for a marked block
     told = anthropic.diagnose(request, None, "id")
-    assert told == {"hybrid": {"notes": [told["hybrid"]["notes"][0]]}}
+    assert told is not None and len(told["hybrid"]["notes"]) == 1
     assert "thinking is not supported" in told["hybrid"]["notes"][0]
     with pytest.raises(ValueError, match="not supported"):  # no request of this API
         anthropic.apply_thinking(apply)
