@@ -1,7 +1,8 @@
-"""Settings that are no flags: environment variables for measurements and tests.
+"""Settings that are no flags: environment variables that few will set.
 
 On no trace does another value of a variable gain a point (docs/tried.md), or only measurements set
-it. A variable is called SGLANG_ and the name of its field of `HybridConfig` in capitals.
+it, or few want another value. A variable is called SGLANG_ and the name of its field of
+`HybridConfig` in capitals.
 """
 
 from __future__ import annotations

@@ -60,6 +60,8 @@ def test_a_chat_is_rendered_as_without_the_line() -> None:
     assert chat(("system", LINE + "\nRules."), user) == [("system", "Rules."), user]
     assert chat(("developer", LINE), user) == [user]
     assert chat(("system", LINE)) == [("system", LINE)]  # nothing else is there to be answered
+    ((_, content),) = chat(("system", [{"type": "text", "text": LINE}]))
+    assert [part.text for part in content] == [LINE]
     assert chat(("user", LINE), user) == [("user", LINE), user]
     blocks = [{"type": "text", "text": LINE}, {"type": "text", "text": "Rules."}]
     ((_, content), _) = chat(("system", blocks), user)

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 
 from sglang_hybrid.prompts.chats.breakpoints import MARK
 from sglang_hybrid.prompts.chats.client_lines import (
+    LEFT_OUT,
     are_left_out,
-    left_out,
     without_changing_blocks,
 )
 from sglang_hybrid.prompts.chats.diagnostics import (
@@ -31,7 +31,7 @@ from sglang_hybrid.prompts.chats.marks import Breakpoint, MarkedBlock
 
 MOST_BREAKPOINTS = 4
 
-_notes: ContextVar[list[str] | None] = ContextVar("notes", default=None)
+_converting: ContextVar[list[str] | None] = ContextVar("converting", default=None)
 """Notes on the request that is being converted; None outside of that."""
 
 Path = tuple[Any, ...]
@@ -71,14 +71,15 @@ def convert(to_chat: Callable[[Any], Any], request: Any) -> Any:
     """
     notes: list[str] = []
     if are_left_out():
-        before = _copied(request.system)
-        request.system = without_changing_blocks(request.system)
-        notes += left_out(before, request.system)
-    token = _notes.set(notes)
+        system = without_changing_blocks(request.system)
+        if system is not request.system:
+            request.system = system
+            notes.append(LEFT_OUT)
+    token = _converting.set(notes)
     try:
         return to_chat(request)
     finally:
-        _notes.reset(token)
+        _converting.reset(token)
         request._notes = list(dict.fromkeys([*request._notes, *notes]))
 
 
@@ -86,7 +87,7 @@ def apply_thinking(apply: Callable[[], None]) -> None:
     """Turn a model's thinking on or off as a request asks. Where the model or the server cannot,
     the request is answered all the same, with a note: Claude Code asks for thinking by itself.
     """
-    notes = _notes.get()
+    notes = _converting.get()
     try:
         apply()
     except ValueError as error:
@@ -291,10 +292,6 @@ def _at(request: Any, path: Sequence[Any]) -> Any:
     for name in path:
         found = found[name] if isinstance(name, int) else getattr(found, name)
     return found
-
-
-def _copied(content: Any) -> Any:
-    return [block.model_copy() for block in content] if isinstance(content, list) else content
 
 
 def _dotted(path: Path) -> str:

@@ -8,25 +8,29 @@ left out of the prompt, unless SGLANG_HYBRID_CLIENT_LINES is `keep`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
+from operator import is_
 from typing import Any, Final
 
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import ClientLines
 
-# `name=value` pairs with semicolons between them, and nothing else that may be on the line.
-_PAIRS: Final = r"(?:[ \t]*[\w.-]+=[^;\s]*;?)*[ \t]*"
-
-CHANGING_LINES: Final = (
-    # Claude Code: its version and a checksum of each request (anthropics/claude-code issue 68900).
-    # vLLM's /v1/messages leaves the same block out.
-    re.compile(rf"\s*x-anthropic-billing-header:{_PAIRS}(?:\r?\n|$)?", re.IGNORECASE),
+LEFT_OUT: Final = (
+    "x-anthropic-billing-header changes with every request and is left out of the prompt."
 )
-"""Each is looked for where a text begins."""
+"""Tells a client what was done to its system prompt."""
+
+# Claude Code: `name=value` pairs with semicolons between them, its version and a checksum of each
+# request among them (anthropics/claude-code issue 68900). Nothing else that may be on the line is
+# left out. vLLM's /v1/messages leaves the same block out.
+_PAIRS: Final = r"(?:[ \t]*[\w.-]+=[^;\s]*;?)*[ \t]*"
+CHANGING_LINES: Final = re.compile(
+    rf"(?:\s*x-anthropic-billing-header:{_PAIRS}(?:\r?\n)?)*", re.IGNORECASE
+)
+"""All such lines that a text begins with; empty where it begins with another."""
 
 
-@cache
+@lru_cache(maxsize=1)
 def are_left_out() -> bool:
     """Whether such lines are left out, by this process's settings."""
     return HybridConfig.from_environment().hybrid_client_lines is ClientLines.DROP
@@ -34,24 +38,26 @@ def are_left_out() -> bool:
 
 def without_changing_lines(text: str) -> str:
     """`text` without the changing lines that it begins with."""
-    at = 0
-    while (found := _first(text, at)) is not None:
-        at = found.end()
-    return text[at:]
+    found = CHANGING_LINES.match(text)
+    return text[found.end() :] if found else text
 
 
 def without_changing_blocks(content: Any) -> Any:
-    """A system prompt, as text or as a list of blocks, without changing lines; blocks of nothing
-    else are left out. None: nothing is left.
+    """A system prompt without the changing lines that it begins with, or that its blocks begin
+    with; blocks of nothing else are left out. `content` itself if it has none, None if it has
+    nothing else.
 
-    content: blocks have `text`, if they are text. They are changed in place.
+    content: a text, or a list of blocks, which have `text` if they are text. It is not changed.
     """
     if isinstance(content, str):
-        return without_changing_lines(content) or (None if content else content)
+        left = without_changing_lines(content)
+        return content if left == content else left or None
     if not isinstance(content, list):
         return content
-    kept = [block for block in content if not _becomes_empty(block)]
-    return kept or (None if content else content)
+    blocks = [_without_line(block) for block in content]
+    if all(map(is_, blocks, content)):
+        return content
+    return [block for block in blocks if block is not None] or None
 
 
 def strip_messages(messages: list[Any]) -> None:
@@ -63,32 +69,14 @@ def strip_messages(messages: list[Any]) -> None:
     content = without_changing_blocks(messages[0].content)
     if content is not None:
         messages[0].content = content
-    elif len(messages) > 1:
+    elif len(messages) > 1 and messages[0].content is not None:
         del messages[0]
 
 
-def left_out(before: Any, after: Any) -> Sequence[str]:
-    """Notes for the client whose system prompt was `before` and is `after`."""
-    if _texts(before) == _texts(after):
-        return ()
-    return ("x-anthropic-billing-header changes with every request and is left out of the prompt.",)
-
-
-def _first(text: str, at: int) -> re.Match[str] | None:
-    matches = (pattern.match(text, at) for pattern in CHANGING_LINES)
-    return next((found for found in matches if found is not None), None)
-
-
-def _becomes_empty(block: Any) -> bool:
-    """Whether a block has nothing but changing lines, which are taken from it."""
+def _without_line(block: Any) -> Any:
+    """A block without changing lines; None if it has nothing else."""
     text = getattr(block, "text", None)
-    if not isinstance(text, str) or not text:
-        return False
-    block.text = without_changing_lines(text)
-    return not block.text
-
-
-def _texts(content: Any) -> list[str]:
-    if isinstance(content, list):
-        return [getattr(block, "text", "") for block in content]
-    return [] if content is None else [content]
+    left = without_changing_blocks(text)
+    if left is text:
+        return block
+    return None if left is None else block.model_copy(update={"text": left})
