@@ -57,7 +57,7 @@ class HybridConfig:
     hybrid_schedule_seconds: float = 60.0
     hybrid_history_mb: int = 64
     hybrid_answers_mb: int = 64
-    hybrid_drain_seconds: float = 3.0
+    hybrid_drain_seconds: float = 20.0
     hybrid_tuner_workers: int = 0
     hybrid_tuner_window: int = 0
     hybrid_record: str = ""

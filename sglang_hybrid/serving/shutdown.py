@@ -1,9 +1,11 @@
-"""How a server ends: requests get a few seconds and then an error, and nothing stays behind.
+"""How a server ends: it refuses new requests, lets the others end for a bounded time, and leaves
+nothing behind.
 
 SGLang by itself lets requests go on after SIGTERM for as long as they take, waits for open streams
 after Ctrl-C, and kills itself when one of its processes has died, without a word to the requests
-that run. Patches 0013 and 0017 hand the end of an HTTP server to `end_on_signal`; other ways to
-serve (gRPC, several tokenizer processes) end as SGLang ends them.
+that run. A hook hands the end of an HTTP server to `end_on_signal`, and patch 0067 has
+`GracefulEnd` see its requests; other ways to serve (gRPC, several tokenizer processes) end as
+SGLang ends them.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Never
 
 import psutil
+from starlette._utils import get_route_path
+from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse
 
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.processes import end_processes, note_shared_memory
@@ -28,11 +34,12 @@ from sglang_hybrid.serving.startup import cannot_start, fail, failure, remove_pr
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
 MESSAGE = "The server is shutting down."
-"""What a request that is cut off is told, with status 503."""
+"""What a request that is refused or cut off is told, with status 503."""
 
 DIED = "A process of the server has ended, so it cannot go on."
 """What such a request is told if the server was not asked to end."""
@@ -42,6 +49,22 @@ PROCESS_DIED = os.EX_SOFTWARE
 
 STEP = 0.1
 """Seconds between two looks at what is left."""
+
+INTERRUPT_SECONDS = 3.0
+"""How long requests may go on after Ctrl-C, at most: somebody waits at the terminal."""
+
+BODY_SECONDS = 5.0
+"""How long the body of a request that is refused is read: a connection that is closed before may
+lose the answer.
+"""
+
+RETRY = {"Retry-After": "1", "Connection": "close"}
+"""Headers of a refusal: the client may ask again soon, on a new connection, which another server
+has taken over by then. A router sends the request to another server itself (replicas/envoy.py).
+"""
+
+ANSWERED = ("/metrics", "/abort_request", "/v1/responses/")
+"""How paths begin that are answered to the end: they concern requests that run, or count them."""
 
 RELEASE_SECONDS = 3.5
 """How long schedulers may take to release what they hold (device memory, pinned host memory)."""
@@ -58,11 +81,14 @@ TITLE = "sglang::"
 
 @dataclass
 class _End:
-    """Why the server ends, once it does. status: its exit status."""
+    """Why the server ends, once it does. status: its exit status. open: requests that wait for
+    their answers, or for the rest of them.
+    """
 
     reached: bool = False
     status: int = 0
     because_of: str = ""
+    open: int = 0
 
 
 _end = _End()
@@ -73,13 +99,65 @@ def exit_status() -> int:
     return _end.status
 
 
+class GracefulEnd:
+    """ASGI middleware: once the server ends, each request that begins gets status 503, whatever it
+    asks, so that readiness probes fail, too. Those that began before are counted until their last
+    byte, and one that fails with status 503 is told to come again.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _end.reached and not get_route_path(scope).startswith(ANSWERED):
+            await _refuse(scope, receive, send)
+            return
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        is_open = True
+        _end.open += 1
+
+        def close() -> None:
+            nonlocal is_open
+            _end.open -= is_open
+            is_open = False
+
+        async def sent(message: Message) -> None:
+            if _end.reached and message.get("status") == HTTPStatus.SERVICE_UNAVAILABLE:
+                message.setdefault("headers", [])
+                MutableHeaders(scope=message).update(RETRY)
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                close()  # the application may go on for a while
+
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            close()
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request that comes too late."""
+    if scope["type"] != "http":
+        await send({"type": "websocket.close", "code": 1012})  # service restart (RFC 6455)
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(BODY_SECONDS):
+            while (await receive()).get("more_body"):
+                pass
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    error = {"message": DIED if _end.because_of else MESSAGE, "code": status.value}
+    await JSONResponse({"error": error}, status, RETRY)(scope, receive, send)
+
+
 async def end_on_signal(manager: TokenizerManager) -> None:
     """Wait for SIGTERM, SIGINT or the death of a process, then end the server of `manager`.
 
-    Requests that run go on for SGLANG_HYBRID_DRAIN_SECONDS; what is left then, or still comes,
-    ends with an error of status 503. The schedulers release what they hold, and the HTTP server
-    stops. If a process died, requests end at once. A second signal ends everything at once, and so
-    does whatever hangs.
+    Requests that run or wait go on until they end, for SGLANG_HYBRID_DRAIN_SECONDS at most, and for
+    INTERRUPT_SECONDS at most after SIGINT. Those that are left then end with an error of status
+    503. The schedulers release what they hold, and the HTTP server stops. If a process died,
+    requests end at once. A second signal ends everything at once, and so does whatever hangs.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # nobody can be asked there: Python hands signals to the main thread
@@ -110,13 +188,16 @@ async def end_on_signal(manager: TokenizerManager) -> None:
     note_shared_memory()
     if manager._subprocess_watchdog is not None:
         manager._subprocess_watchdog.stop()
-    manager.gracefully_exit = True  # /health says 503 from now on
+    manager.gracefully_exit = True  # SGLang's own routes say so
     ignore_late_output()
     if _end.because_of:
         await _give_up(manager)
         message = DIED
     else:
-        await _drain(manager, HybridConfig.from_environment().hybrid_drain_seconds)
+        seconds = HybridConfig.from_environment().hybrid_drain_seconds
+        if _end.status:
+            seconds = min(seconds, INTERRUPT_SECONDS)
+        await _drain(manager, seconds)
         await _release(manager)
         message = MESSAGE
     assert manager._server_stop_hook is not None
@@ -162,19 +243,19 @@ async def _give_up(manager: TokenizerManager) -> None:
 
 
 async def _drain(manager: TokenizerManager, seconds: float) -> None:
-    """Let requests go on for so many seconds, if they can."""
+    """Let requests go on until they are answered, for so many seconds, if they can. Some are open
+    that SGLang does not know: their bodies or their last events are on the way.
+    """
     from sglang.srt.managers.tokenizer_manager import ServerStatus
     from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
-    if manager.rid_to_state:
+    if left := max(len(manager.rid_to_state), _end.open):
         logger.warning(
-            "sglang_hybrid: shutting down; %d running requests have %g seconds to end.",
-            len(manager.rid_to_state),
-            seconds,
+            "sglang_hybrid: shutting down; %d requests have %g seconds to end.", left, seconds
         )
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
-    while manager.rid_to_state and loop.time() < until:
+    while (manager.rid_to_state or _end.open) and loop.time() < until:
         if manager.server_status == ServerStatus.UnHealthy or not collect_scheduler_processes():
             return
         await asyncio.sleep(STEP)

@@ -76,7 +76,7 @@ def default_process() -> Iterator[ServerProcess]:
     """
     flags = ["--enable-cache-report", "--enable-metrics", "--enable-response-store"]
     flags += ["--hybrid-ui", "text", *event_flags()]
-    named = {KEY_VARIABLE: RECORD_KEY, **SPAWNED}
+    named = {KEY_VARIABLE: RECORD_KEY, **SPAWNED, "SGLANG_HYBRID_DRAIN_SECONDS": "3"}
     flags += ["--hybrid-default-model", DEFAULT_ARCHITECTURE]
     with ServerProcess(flags, environment=named) as running:
         yield running

@@ -123,7 +123,7 @@ def shared_by(process: psutil.Process) -> list[int]:
 
 @contextmanager
 def ending(*flags: str, **more: Any) -> Iterator[Ending]:
-    server = ServerProcess(flags, **more)
+    server = ServerProcess(flags, **{"environment": patient(3), **more})
     server.start()
     it = Ending(server)
     try:
@@ -206,20 +206,86 @@ def test_several_tokenizer_processes_end_quietly() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_lets_a_request_end_that_ends_in_time() -> None:
-    """The terminal sends it to every process; only the first one may act on it."""
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_lets_a_request_end_that_ends_in_time(number: signal.Signals, status: int) -> None:
+    """A terminal sends it to every process; only the first one may act on it."""
     with ending(environment=patient(60)) as it:
         generate = it.begin("/generate", 40)
         segment = next(path for path in SHARED_MEMORY.glob("sglang_loads_*") if mapped(path, it))
         with segment.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
-            it.kill(signal.SIGINT, group=True)
-            assert it.wait() == 130
+            it.kill(number, group=True)
+            assert it.wait() == status
             assert it.left_in_shared_memory() == [segment], "somebody else looks at this one"
         segment.unlink()
         events = generate.result(5)
     assert error_of_generate(events)["type"] == "length"
     assert len(events) > 30
     assert "Traceback" not in it.server.log.read_text(errors="replace")
+
+
+class Load:
+    """Clients of a server, each of which sends one request and reads its whole answer."""
+
+    RUNNING, TOKENS = 2, 60
+
+    def __init__(self, url: str, pool: ThreadPoolExecutor) -> None:
+        self._url, self._pool = url, pool
+        self.answers: list[Future[int]] = []
+
+    def begin(self, count: int) -> None:
+        """Half of them are streams."""
+        for number in range(count):
+            self.answers.append(self._pool.submit(self._ask, number, bool(number % 2)))
+
+    def _ask(self, seed: int, stream: bool) -> int:
+        """Tokens of a whole answer; 0 for one that was cut, in whatever way."""
+        sampling = {"temperature": 0, "max_new_tokens": self.TOKENS, "ignore_eos": True}
+        body = {"input_ids": random_prompt(50, seed), "sampling_params": sampling, "stream": stream}
+        try:
+            answer = requests.post(self._url + "/generate", json=body, timeout=300)
+        except requests.RequestException:
+            return 0
+        lines = answer.text.split("\n\n")
+        said = json.loads(lines[-3].removeprefix("data: ") if stream else answer.text)
+        about = said.get("meta_info", {"finish_reason": {"type": "error"}})
+        return about["completion_tokens"] if about["finish_reason"]["type"] == "length" else 0
+
+
+@pytest.mark.slow
+def test_a_rolling_update_cuts_nobody() -> None:
+    """As Kubernetes ends a server: SIGTERM while some requests run and others wait."""
+    flags = ["--max-running-requests", str(Load.RUNNING)]
+    with (
+        ending(*flags, environment=patient(300)) as it,
+        ThreadPoolExecutor(12) as pool,
+        requests.Session() as kept,
+    ):
+        url = it.server.url
+        assert kept.get(url + "/health", timeout=60).ok
+        load = Load(url, pool)
+        load.begin(12)
+        until(lambda: waiting(url) > 0, 60)
+        it.kill(signal.SIGTERM)
+        until(lambda: kept.get(url + "/health", timeout=60).status_code == 503, 60)
+        assert not all(answer.done() for answer in load.answers), "the test is too late"
+        for path in ("/health", "/health_generate", "/v1/models", "/server_info"):
+            probed = requests.get(url + path, timeout=60)
+            assert (probed.status_code, probed.headers["retry-after"]) == (503, "1"), path
+        refused = kept.post(url + "/generate", json={"text": "a" * 100_000}, timeout=60)
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        assert refused.json() == {"error": {"message": CUT, "code": 503}}
+        assert requests.post(url + "/abort_request", json={"rid": "x"}, timeout=60).ok
+        cut = [answer for answer in load.answers if answer.result(300) != Load.TOKENS]
+        assert len(cut) == 0
+        assert it.wait() == 0
+        log = it.server.log.read_text(errors="replace")
+        assert "requests have 300 seconds to end" in log and ended_quietly(log)
+
+
+def waiting(url: str) -> int:
+    """Requests in the queue of a server."""
+    loads = requests.get(url + "/v1/loads", timeout=60).json()["loads"]
+    return int(sum(each["num_waiting_reqs"] for each in loads))
 
 
 @pytest.mark.slow

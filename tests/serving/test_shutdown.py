@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from sglang_hybrid.serving import shutdown
-from sglang_hybrid.serving.shutdown import MESSAGE, _drain, _release
+from sglang_hybrid.serving.shutdown import MESSAGE, GracefulEnd, _drain, _End, _release
 
 SCHEDULERS = "sglang.srt.utils.cudacore_pyspy_dump_utils.collect_scheduler_processes"
 LONG = 60.0
@@ -55,6 +60,112 @@ def schedulers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     alive = ["scheduler"]
     monkeypatch.setattr(SCHEDULERS, lambda: list(alive))
     return alive
+
+
+@pytest.fixture
+def end(monkeypatch: pytest.MonkeyPatch) -> _End:
+    """What a server knows of its end, which it has not reached."""
+    monkeypatch.setattr(shutdown, "_end", _End())
+    return shutdown._end
+
+
+class Served:
+    """An application behind `GracefulEnd`. goes_on: what its streams wait for after one part.
+    fails: what a request waits for that then has status 503.
+    """
+
+    def __init__(self) -> None:
+        self.goes_on, self.fails = asyncio.Event(), asyncio.Event()
+        methods = ["GET", "POST"]
+        served = {"/stream": self._stream, "/fail": self._fail, "/metrics": self._answer}
+        served |= {"/health": self._answer, "/v1/responses/{it}": self._answer}
+        routes = [Route(path, answer, methods=methods) for path, answer in served.items()]
+        app = GracefulEnd(Starlette(routes=routes))
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://server", timeout=LONG
+        )
+
+    async def _answer(self, request: Request) -> Response:
+        return JSONResponse(len(await request.body()))
+
+    async def _fail(self, request: Request) -> Response:
+        await self.fails.wait()
+        return JSONResponse({}, 503)
+
+    async def _stream(self, request: Request) -> Response:
+        async def parts() -> AsyncIterator[str]:
+            yield "a"
+            await self.goes_on.wait()
+            yield "b"
+
+        return StreamingResponse(parts())
+
+
+def is_refused(answer: httpx.Response) -> bool:
+    assert (answer.status_code == 503) == ("retry-after" in answer.headers)
+    if answer.status_code == 503:
+        assert answer.json() == {"error": {"message": MESSAGE, "code": 503}}
+        assert answer.headers["connection"] == "close"
+    return answer.status_code == 503
+
+
+def test_what_comes_after_the_signal_is_refused_and_probes_fail(end: _End) -> None:
+    async def ask() -> None:
+        served = Served()
+        paths = ("/health", "/stream", "/nowhere", "/metrics", "/v1/responses/5")
+        served.goes_on.set()
+        before = [is_refused(await served.client.get(path)) for path in paths]
+        end.reached = True
+        after = [is_refused(await served.client.get(path)) for path in paths]
+        assert before == [False] * 5
+        assert after == [True, True, True, False, False]
+        assert is_refused(await served.client.post("/stream", content=b"x" * 100_000))
+
+    run(ask)
+
+
+def test_a_stream_that_began_before_ends_and_is_waited_for(
+    end: _End, schedulers: list[str]
+) -> None:
+    """Also where SGLang knows nothing of it any more."""
+
+    async def ask() -> None:
+        served = Served()
+        stream = asyncio.create_task(served.client.post("/stream", content=b"{}"))
+        while not end.open:
+            await asyncio.sleep(0)
+        end.reached = True
+        drain = asyncio.create_task(_drain(Manager(), LONG))
+        await asyncio.sleep(3 * shutdown.STEP)
+        assert not drain.done()
+        served.goes_on.set()
+        answer = await stream
+        assert (answer.status_code, answer.text) == (200, "ab")
+        await drain
+        assert end.open == 0
+
+    run(ask)
+
+
+def test_an_idle_server_ends_at_once(end: _End, schedulers: list[str]) -> None:
+    run(_drain, Manager(), LONG)
+
+
+def test_what_is_cut_before_its_first_byte_may_come_again(end: _End) -> None:
+    async def ask() -> None:
+        served = Served()
+        served.fails.set()
+        answer = await served.client.post("/fail")
+        assert "retry-after" not in answer.headers, "the server does not end"
+        served.fails.clear()
+        cut = asyncio.create_task(served.client.post("/fail"))
+        while not end.open:
+            await asyncio.sleep(0)
+        end.reached = True
+        served.fails.set()
+        assert (await cut).headers["retry-after"] == "1"
+
+    run(ask)
 
 
 def test_schedulers_release_what_they_hold(
