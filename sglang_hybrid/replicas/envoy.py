@@ -36,7 +36,8 @@ def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, An
     of the host. listen, picker: host:port.
 
     Where the picker cannot be asked or chooses nobody, requests go to the servers by turns. One
-    that could not be sent to its server goes to the next of the picker's list. What a client says
+    that could not be sent to its server, or that got an answer with a header Retry-After, as those
+    of a server that ends have it, goes to the next of the picker's list. What a client says
     of where its request goes, or of how often Envoy should try, has no effect. A request must come
     in time, and Envoy keeps no more of its body than MOST_BODY bytes.
     """
@@ -49,7 +50,8 @@ def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, An
     }
     no_destination = {"mutations": {"request_mutations": [{"remove": DESTINATION}]}}
     retries = {
-        "retry_on": "connect-failure,refused-stream,reset-before-request",
+        "retry_on": "connect-failure,refused-stream,reset-before-request,retriable-headers",
+        "retriable_headers": [{"name": "retry-after", "present_match": True}],
         "num_retries": RETRIES,
     }
     to_servers = {

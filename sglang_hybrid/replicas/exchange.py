@@ -199,11 +199,12 @@ class Exchange:
         return said.cached_tokens if said else None
 
 
-def refusal(status: HTTPStatus, why: str) -> Any:
-    """The message that has a gateway answer the request itself."""
+def refusal(status: HTTPStatus, why: str, **headers: str) -> Any:
+    """The message that has a gateway answer the request itself. headers: more of them, by name."""
     said = msgspec.json.encode({"error": {"message": why, "code": status.value}})
-    kind = {"header": {"key": "content-type", "raw_value": b"application/json"}}
-    answer = {"status": {"code": status.value}, "body": said, "headers": {"set_headers": [kind]}}
+    headers = {"content-type": "application/json"} | headers
+    told = [{"header": {"key": name, "raw_value": of.encode()}} for name, of in headers.items()]
+    answer = {"status": {"code": status.value}, "body": said, "headers": {"set_headers": told}}
     return ProcessingResponse(immediate_response=answer)
 
 

@@ -7,12 +7,13 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -22,6 +23,7 @@ from sglang_hybrid.replicas import envoy
 from sglang_hybrid.replicas.choosing import Replicas, divided
 from sglang_hybrid.replicas.metrics import shown
 from sglang_hybrid.replicas.picker import Picker, serve
+from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.processes import PR_SET_PDEATHSIG
 from sglang_hybrid.serving.server_process import (
     ServerFailed,
@@ -33,6 +35,7 @@ from sglang_hybrid.serving.server_process import (
 START_SECONDS: Final = 3_600.0  # in which a server must be healthy
 PAUSE: Final = 10.0  # seconds, at least, between two starts of a server
 LOOK: Final = 1.0  # seconds between two looks at the processes
+STEP: Final = 0.1  # seconds between two looks at the requests that a router waits for
 
 
 def run(
@@ -72,36 +75,61 @@ def route(
     keep: Callable[[], None] = lambda: None,
 ) -> None:
     """Send requests on to the servers at `urls`, each to the one that answers soonest, until Ctrl-C
-    or SIGTERM.
+    or SIGTERM. After SIGTERM new requests are refused, and the others have
+    SGLANG_HYBRID_DRAIN_SECONDS to end; a second one ends them at once.
 
     listen: host:port. admin_key: the servers'. metrics_port: of /metrics on that host, if wanted.
     keep: called each second. Raises FileNotFoundError without Envoy, OSError where a port is in
     use, and ServerFailed where Envoy ends.
     """
     check(listen)
+    seconds = HybridConfig.from_environment().hybrid_drain_seconds
     with closing(Replicas(urls, admin_key)) as replicas:
         picker = Picker(replicas)
         with shown(picker, listen, metrics_port):
-            asyncio.run(_route(urls, listen, picker, keep))
+            asyncio.run(_route(urls, listen, picker, keep, seconds))
 
 
 async def _route(
-    urls: Sequence[str], listen: str, picker: Picker, keep: Callable[[], None]
+    urls: Sequence[str],
+    listen: str,
+    picker: Picker,
+    keep: Callable[[], None],
+    seconds: float,
 ) -> None:
     at = f"127.0.0.1:{free_port()}"
     answering = await serve(picker, at)
     configuration = envoy.configuration(urls, listen, at)
     proxy = subprocess.Popen(envoy_command(configuration), start_new_session=True)
     print(f"{len(urls)} servers behind http://{listen}", flush=True)
+    ending = asyncio.Event()
+
+    def on_sigterm() -> None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a second one is as Ctrl-C
+        ending.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
     try:
-        while (status := proxy.poll()) is None:
-            await asyncio.sleep(LOOK)
+        while not ending.is_set():
+            if (status := proxy.poll()) is not None:
+                raise ServerFailed(f"envoy ended with status {status}; is {listen} in use?")
             keep()
-        raise ServerFailed(f"envoy ended with status {status}; is {listen} in use?")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ending.wait(), LOOK)
+        await _drain(picker, seconds)
     finally:
         proxy.terminate()
         proxy.wait()
         await answering.stop(0)
+
+
+async def _drain(picker: Picker, seconds: float) -> None:
+    """Refuse new requests, and return when the others have ended, or after so many seconds."""
+    picker.is_ending = True
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while picker.open and loop.time() < until:
+        await asyncio.sleep(STEP)
 
 
 ENDS_WITH_PARENT: Final = f"""
@@ -153,7 +181,8 @@ class _Server:
     def __init__(
         self, number: int, count: int, flags: Sequence[str], folder: str, stack: ExitStack
     ) -> None:
-        self._flags = [*flags, *event_flags(), *_devices(number, count, flags)]
+        metrics = [flag for flag in ["--enable-metrics"] if flag not in flags]
+        self._flags = [*flags, *metrics, *event_flags(), *_devices(number, count, flags)]
         self._number = number
         self._environment = {"TMPDIR": folder}
         self._stack = stack

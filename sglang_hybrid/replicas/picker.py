@@ -62,15 +62,22 @@ NOT_NORMAL: Final = (
     "encoded character that means something else when it is decoded"
 )
 
+ENDING: Final = "The router is shutting down."
+
 
 class Picker(ExternalProcessorServicer):  # type: ignore[misc]
     """Chooses among `replicas` for each request of a gateway.
+
+    open: requests that have not ended; a gateway ends its call when the last byte of the answer is
+    sent. is_ending: set it, and each new request is refused, whatever it asks.
 
     looked_up, unknown, failed: requests whose prompt was looked up, whose prompt no server could
     tell (they are sent by load alone), and for which no server could be reached.
     """
 
     def __init__(self, replicas: Replicas) -> None:
+        self.open = 0
+        self.is_ending = False
         self.looked_up = self.unknown = self.failed = 0
         self.replicas = replicas
         self._http = new_client(SECONDS, {})
@@ -81,11 +88,15 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
 
     async def Process(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """A request and its answer, message by message."""
+        if self.is_ending:
+            yield refusal(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, **{"retry-after": "1"})
+            return
         exchange = _Exchange()
         choice: Choice | None = None
         held = 0
         latest = asyncio.get_running_loop().time() + BODY_SECONDS
         messages = aiter(stream)
+        self.open += 1
         try:
             while True:
                 try:
@@ -123,6 +134,7 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
                     elif exchange.waits_for_replies:
                         yield ProcessingResponse(**{kind: {}})
         finally:
+            self.open -= 1
             self._held -= held
             if choice is not None:  # the client or the gateway went away
                 self.replicas.on_answer(choice)

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from sglang_hybrid.replicas.__main__ import parser
+from sglang_hybrid.serving.config import HybridConfig
 
 ROOT = Path(__file__).parents[2]
 COMPOSE, CLUSTER = ROOT / "docker" / "fleet.yaml", ROOT / "docker" / "kubernetes.yaml"
@@ -122,9 +123,66 @@ def test_only_the_router_reaches_a_server() -> None:
     assert {port["port"] for port in rule["ports"]} == opened
 
 
+CLOSE_SECONDS = 7
+"""What the end of a server takes itself, at most (docs/flags.md)."""
+
+
+def pods() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each pod of the cluster, and its one container."""
+    specs = [each["spec"]["template"]["spec"] for each in resources() if "template" in each["spec"]]
+    return [(pod, container) for pod in specs for container in pod["containers"]]
+
+
+def test_kubernetes_and_compose_wait_for_the_requests_of_what_they_end() -> None:
+    for pod, container in pods():
+        variables = {each["name"]: each.get("value") for each in container["env"]}
+        (sleep, seconds) = container["lifecycle"]["preStop"]["exec"]["command"]
+        drain = float(variables["SGLANG_HYBRID_DRAIN_SECONDS"])
+        assert sleep == "sleep" and int(seconds) > 0
+        least = int(seconds) + drain + CLOSE_SECONDS
+        assert pod["terminationGracePeriodSeconds"] >= least
+    usual = HybridConfig().hybrid_drain_seconds + CLOSE_SECONDS
+    assert usual < 30, "Kubernetes' default, beside a short preStop"
+    for file in (COMPOSE, COMPOSE.with_name("compose.yaml")):
+        services = yaml.safe_load(file.read_text())["services"].items()
+        for name, service in services:
+            if name in ("server", "router"):
+                assert int(service["stop_grace_period"].removesuffix("s")) >= usual
+
+
+def test_probes_outlast_the_answer_of_a_healthy_server() -> None:
+    """`/health` generates a token, which SGLang looks for after a second, and for 20."""
+    for _, container in pods():
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container[kind]
+            if "httpGet" in probe:
+                assert probe["httpGet"] == {"path": "/health", "port": 30000}
+                assert probe["timeoutSeconds"] > 20
+            else:
+                assert probe["tcpSocket"] == {"port": 30000}
+        assert "httpGet" in container["readinessProbe"]
+
+
+def test_pods_are_not_root_and_say_what_they_need() -> None:
+    for pod, container in pods():
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == 10001
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+        mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        volumes = {each["name"]: each for each in pod["volumes"]}
+        assert volumes[mounted["/run/keys"]]["secret"]["secretName"] == "sglang-hybrid"
+        if "router" not in container["image"]:
+            assert volumes[mounted["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+
+
 def test_servers_publish_where_a_router_reads() -> None:
     servers = [each["args"] for each in containers() if "router" not in each["image"]]
     assert len(servers) == 2
     for arguments in servers:
         config = json.loads(arguments[arguments.index("--kv-events-config") + 1])
         assert config == {"publisher": "zmq", "endpoint": "tcp://*:5557"}
+        assert "--enable-metrics" in arguments

@@ -46,8 +46,9 @@ class Server:
     snapshot: events of each page. on_page: called with the number of a page before it is made.
     published: batches so far. asked: pages that were asked for, without those of the status.
     answers: of POST, by path: the content type and the body of the answer; a path that is not there
-    is an error 404. posted: path, headers and body of each. goes_on: clear it, and no GET is
-    answered any more.
+    is an error 404. posted: path, headers and body of each. refuses: headers with which each POST
+    is refused with status 503, if any. streams: what the rest of each answer to /stream waits for.
+    goes_on: clear it, and no GET is answered any more.
     """
 
     def __init__(self) -> None:
@@ -63,6 +64,8 @@ class Server:
         self.asked: list[int] = []
         self.answers: dict[str, tuple[str, bytes]] = {}
         self.posted: list[tuple[str, dict[str, str], bytes]] = []
+        self.refuses: dict[str, str] | None = None
+        self.streams = threading.Event()
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.port = 0
@@ -123,6 +126,7 @@ class Server:
 
     def close(self) -> None:
         self.goes_on.set()
+        self.streams.set()
         self.stop_http()
         self.socket.close()
 
@@ -171,7 +175,11 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
             body = self._body()
             headers = {name.lower(): value for name, value in self.headers.items()}
             server.posted.append((self.path, headers, body))
-            if self.path in server.answers:
+            if server.refuses is not None:
+                self._send(503, "application/json", b"{}", server.refuses)
+            elif self.path == "/stream":
+                self._stream()
+            elif self.path in server.answers:
                 self._send(200, *server.answers[self.path])
             else:
                 self._send(404, "text/plain", b"")
@@ -186,8 +194,21 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
             self.rfile.readline()
             return body
 
-        def _send(self, status: int, kind: str, content: bytes) -> None:
+        def _stream(self) -> None:
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for part in (b"1\r\na\r\n", b"1\r\nb\r\n0\r\n\r\n"):
+                self.wfile.write(part)
+                self.wfile.flush()
+                server.streams.wait(60)
+
+        def _send(
+            self, status: int, kind: str, content: bytes, more: dict[str, str] | None = None
+        ) -> None:
             self.send_response(status)
+            for name, value in (more or {}).items():
+                self.send_header(name, value)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(content)))
             self.send_header("Connection", "close")

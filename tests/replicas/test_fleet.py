@@ -80,6 +80,29 @@ def test_nothing_is_left_of_a_router(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_impatient", [False, True])
+def test_a_router_lets_a_stream_end(
+    router: tuple[subprocess.Popen[bytes], str], server: Server, is_impatient: bool
+) -> None:
+    """A second signal ends it at once."""
+    process, url = router
+    stream = requests.post(url + "/stream", b"{}", stream=True, timeout=60)
+    parts = stream.iter_content(1)
+    assert next(parts) == b"a"
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: requests.get(url + "/health", timeout=5).status_code == 503)
+    assert process.poll() is None
+    if is_impatient:
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(requests.exceptions.ChunkedEncodingError):
+            next(parts)
+    else:
+        server.streams.set()
+        assert b"".join(parts) == b"b"
+    assert process.wait(20) == 0
+
+
+@pytest.mark.slow
 def test_a_second_router_does_not_share_the_port_of_the_first(
     router: tuple[subprocess.Popen[bytes], str], server: Server
 ) -> None:

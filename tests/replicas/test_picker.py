@@ -25,7 +25,7 @@ from sglang_hybrid.replicas.envoy import configuration
 from sglang_hybrid.replicas.exchange import CHUNK, DESTINATION, MOST_BODY
 from sglang_hybrid.replicas.fleet import envoy_command
 from sglang_hybrid.replicas.metrics import COUNTERS, GAUGES, shown
-from sglang_hybrid.replicas.picker import PROMPT_ROUTE, Picker, serve
+from sglang_hybrid.replicas.picker import ENDING, PROMPT_ROUTE, Picker, serve
 from sglang_hybrid.serving.server_process import free_port
 from tests.replicas.absurd import RAW
 from tests.replicas.server import Server, all_of, stored, wait_until
@@ -306,6 +306,50 @@ def test_a_request_goes_on_where_its_server_has_gone(
     assert gateway.post("/generate", b"12").ok
     assert [each[2] for each in sent(server)] == [b"12"]
     other.start_http()
+
+
+def test_a_server_that_ends_hands_a_request_on(
+    gateway: Gateway, server: Server, other: Server
+) -> None:
+    hold(gateway, other)
+    other.refuses = {"Retry-After": "1"}
+    answer = gateway.post("/generate", b"12")
+    assert (answer.status_code, answer.json()) == (200, {"meta_info": {"cached_tokens": 300}})
+    assert [each[2] for each in sent(other)] == [each[2] for each in sent(server)] == [b"12"]
+    server.refuses = other.refuses
+    answer = gateway.post("/generate", b"12")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), "all of them end"
+
+
+def test_another_error_is_handed_to_the_client(
+    gateway: Gateway, server: Server, other: Server
+) -> None:
+    hold(gateway, other)
+    other.refuses = {}
+    assert gateway.post("/generate", b"12").status_code == 503
+    assert sent(server) == []
+
+
+def test_a_router_that_ends_refuses_requests_and_knows_when_the_others_have_ended(
+    gateway: Gateway, server: Server, other: Server
+) -> None:
+    stream = requests.post(gateway.url + "/stream", b"{}", stream=True, timeout=60)
+    parts = stream.iter_content(1)
+    assert (stream.status_code, next(parts)) == (200, b"a")
+    wait_until(lambda: gateway.picker.open == 1)  # and no health check of ours
+    gateway.picker.is_ending = True
+    for answer in (
+        gateway.post("/generate", b"{}"),
+        requests.get(gateway.url + "/health", timeout=60),
+    ):
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["message"] == ENDING
+    assert gateway.picker.open == 1
+    assert [path for path, _, _ in sent(server) + sent(other)] == ["/stream"]
+    for one in (server, other):
+        one.streams.set()
+    assert b"".join(parts) == b"b"
+    wait_until(lambda: gateway.picker.open == 0)
 
 
 def test_what_is_no_prompt_is_sent_by_load(gateway: Gateway, server: Server, other: Server) -> None:
