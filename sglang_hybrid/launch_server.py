@@ -11,14 +11,13 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
 import yaml
 
-from sglang_hybrid import __version__
 from sglang_hybrid.core.named_files import read_text
+from sglang_hybrid.core.programs import versions
 from sglang_hybrid.core.sentences import plain
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.serving.startup import (
@@ -166,7 +165,7 @@ def _check_early(argv: Sequence[str]) -> None:
 
     early = _Parser(add_help=False, allow_abbrev=False)
     HybridConfig.add_flags(early)
-    early.add_argument("--version", action="version", version=_versions())
+    early.add_argument("--version", action="version", version=versions())
     early.add_argument("-h", "--help", action="store_true")
     ours = set(early._option_string_actions)
     command_line.add_checked_flags(early)
@@ -244,13 +243,9 @@ def _parser() -> _Parser:
     from sglang_hybrid.serving.config import HybridConfig
 
     parser = _Parser(prog=f"python -m {PROGRAM}.launch_server", description=__doc__)
-    parser.add_argument("--version", action="version", version=_versions())
+    parser.add_argument("--version", action="version", version=versions())
     HybridConfig.add_flags(parser)
     return parser
-
-
-def _versions() -> str:
-    return f"{PROGRAM} {__version__}, sglang {version('sglang')}"
 
 
 def run(server_args: "ServerArgs") -> int:

@@ -4,6 +4,9 @@ one sentence and with a status, and print nothing that steers a terminal.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +17,7 @@ from tokenizers.models import WordLevel
 
 from scripts.fit_prefill import main as fit_prefill
 from scripts.make_tiny_model import main as make_tiny_model
+from sglang_hybrid.__main__ import main as commands
 from sglang_hybrid.explain.__main__ import main as explain
 from sglang_hybrid.models import tokenizer
 from sglang_hybrid.prompts.__main__ import main as prompts
@@ -23,6 +27,9 @@ from sglang_hybrid.replicas.__main__ import main as replicas
 from tests.hostile import GOOD, NUMBERS, Ended, make_files, run_apart
 
 Main = Callable[[Sequence[str]], int]
+Capture = pytest.CaptureFixture[str]
+
+COMMANDS_OF_USERS = ("serve", "replay", "explain", "prompts", "replicas")
 
 CACHE = ("--cache", "1GB", "--policy", "lru")
 CHAT = ("--generate", "chat", "--sessions", "2")
@@ -193,3 +200,77 @@ def test_a_number_within_bounds_of_memory_and_time(option: str, folder: Path) ->
     main, arguments = NUMBERED[option]
     for number in NUMBERS:
         run_apart(main, filled(arguments, folder, NUMBER=number)).check()
+
+
+COMMANDS = """
+import contextlib, io, json, sys
+from sglang_hybrid.__main__ import main
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(arguments)
+    loaded = [name for name in ("torch", "sglang", "numpy") if name in sys.modules]
+    print(json.dumps([status, out.getvalue(), err.getvalue(), loaded]))
+"""
+
+
+def told(*command_lines: list[str]) -> list[tuple[int, str, str]]:
+    """Status, stdout and stderr of `sglang-hybrid` for each command line, none of which loads
+    anything heavy.
+    """
+    command = [sys.executable, "-c", COMMANDS, json.dumps(command_lines)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [loaded for *_, loaded in answers] == [[]] * len(command_lines)
+    return [(status, out, err) for status, out, err, _ in answers]
+
+
+def test_without_a_command_the_commands_are_listed_and_nothing_starts() -> None:
+    nothing, asked, versions = told([], ["--help"], ["--version"])
+    assert nothing == asked
+    status, out, err = nothing
+    assert (status, err) == (0, "") and len(out.splitlines()) < 24
+    assert {*COMMANDS_OF_USERS, "--version"} <= set(out.split())
+    assert versions[0] == 0 and versions[1].startswith("sglang_hybrid 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serv"], "error: 'serv' is no command (did you mean serve?); sglang-hybrid --help"),
+        (["launch-server"], "did you mean serve?"),
+        (["qqq"], "error: 'qqq' is no command; sglang-hybrid --help lists all commands\n"),
+        (["--model-path", "X"], "to start a server, write sglang-hybrid serve --model-path ..."),
+        (["--api-key=secret\x1b[2J"], "write sglang-hybrid serve --api-key ..."),
+        (["\x1b[2J"], "error: '\\x1b[2J' is no command"),
+    ],
+)
+def test_what_is_no_command(arguments: list[str], said: str, capsys: Capture) -> None:
+    status = commands(arguments)
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert said in err and "secret" not in err and err[:-1].isprintable()
+
+
+@pytest.mark.parametrize("command", COMMANDS_OF_USERS)
+def test_a_command_is_its_module(
+    command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its arguments, and as the main module, which processes that it spawns import again."""
+    module = {"serve": "launch_server"}.get(command, command)
+    seen = {}
+
+    def run_module(name: str, **how: object) -> None:
+        seen.update(name=name, argv=sys.argv[1:], **how)
+
+    monkeypatch.setattr(sys, "argv", ["sglang-hybrid", command, "--x", "y"])
+    monkeypatch.setattr("runpy.run_module", run_module)
+    assert commands() == 0
+    assert seen.pop("name") == f"sglang_hybrid.{module}"
+    assert seen == {"argv": ["--x", "y"], "run_name": "__main__", "alter_sys": True}
+
+
+def test_a_command_ends_as_its_module_does() -> None:
+    run = [sys.executable, "-m", "sglang_hybrid", "explain", "--nope"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: ")

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final, Never, TypeVar
 from urllib.parse import urlsplit
 
+from sglang_hybrid import __version__
 from sglang_hybrid.core.sentences import say, shown
 
 T = TypeVar("T")
@@ -73,6 +75,15 @@ def program(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         return status
 
     return run
+
+
+def versions() -> str:
+    """This package's version, and that of the SGLang beside it: what `--version` prints."""
+    try:
+        sglang = f"sglang {version('sglang')}"
+    except PackageNotFoundError:  # where only a router runs
+        sglang = "without sglang"
+    return f"sglang_hybrid {__version__}, {sglang}"
 
 
 def whole(least: int, most: int = MOST) -> Callable[[str], int]:
