@@ -7,11 +7,10 @@ module, so that processes which it spawns find the same main module.
 import runpy
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from sglang_hybrid import __doc__ as about
 from sglang_hybrid.core.programs import USAGE_ERROR, versions
-from sglang_hybrid.core.sentences import plain, say, shown
+from sglang_hybrid.core.sentences import meant, plain, say, shown
 
 PROGRAM = "sglang-hybrid"
 
@@ -68,8 +67,8 @@ def _wrong(name: str) -> str:
         flag = plain(name.partition("=")[0])
         return f"a command comes before flags; to start a server, write {PROGRAM} serve {flag} ..."
     modules = {module: command for command, (module, _) in COMMANDS.items()}
-    like = get_close_matches(name.lower().replace("-", "_"), [*COMMANDS, *modules], n=1)
-    near = f" (did you mean {modules.get(like[0], like[0])}?)" if like else ""
+    known = modules.get(name.replace("-", "_"))
+    near = f" (did you mean {known}?)" if known else meant(name.lower(), COMMANDS)
     return f"{shown(name)} is no command{near}"
 
 

@@ -11,13 +11,14 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
 import yaml
 
 from sglang_hybrid.core.named_files import read_text
-from sglang_hybrid.core.programs import versions
+from sglang_hybrid.core.programs import Parser, versions
 from sglang_hybrid.core.sentences import plain
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.serving.startup import (
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.serving.config import HybridConfig
 
 PROGRAM = "sglang_hybrid"
+NAME = f"python -m {PROGRAM}.launch_server"
 USAGE_ERROR = 2
 LONGEST_CONFIG = 1 << 16
 """Bytes of a file of flags."""
@@ -53,11 +55,11 @@ INTERRUPTED = 128 + signal.SIGINT
 logger = logging.getLogger(PROGRAM)
 
 
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, without SGLang's hundreds of lines of usage."""
+class _Parser(Parser):
+    """A parser whose errors are one line, without SGLang's hundreds of lines of usage."""
 
     def error(self, message: str) -> Never:
-        self.exit(USAGE_ERROR, f"{PROGRAM}: {plain(message)}; --help lists every flag.\n")
+        self.exit(USAGE_ERROR, f"{PROGRAM}: {plain(message)}; --help all lists every flag.\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,34 +159,53 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
 
 
 def _check_early(argv: Sequence[str]) -> None:
-    """Say what is known to be wrong, or `--help` or `--version`, before SGLang is imported."""
+    """Say what is known to be wrong, or what `--help` or `--version` print. Imports no SGLang but
+    for `--help all`.
+    """
     from sglang_hybrid import platforms
     from sglang_hybrid.platforms import cpu_flags
     from sglang_hybrid.serving import command_line
     from sglang_hybrid.serving.config import HybridConfig
 
-    early = _Parser(add_help=False, allow_abbrev=False)
-    HybridConfig.add_flags(early)
-    early.add_argument("--version", action="version", version=versions())
-    early.add_argument("-h", "--help", action="store_true")
-    ours = set(early._option_string_actions)
-    command_line.add_checked_flags(early)
-    flags = early.parse_known_args(argv)[0]
-    if flags.help:
+    early = _Parser(
+        prog=NAME,
+        usage=f"{NAME} [--model-path DIRECTORY] [--port PORT] [FLAG ...]",
+        description=__doc__,
+        epilog="Every flag of SGLang is taken, too: --help all prints them, in some seconds.",
+        formatter_class=partial(argparse.HelpFormatter, width=100, max_help_position=34),
+        add_help=False,
+        allow_abbrev=False,
+    )
+    HybridConfig.add_flags(early, brief=True)
+    early.add_argument("--version", action="version", version=versions(), help="of both packages")
+    early.add_argument(
+        *("-h", "--help"),
+        nargs="?",
+        const="ours",
+        choices=["ours", "all"],
+        metavar="all",
+        help="print this, or all flags, SGLang's too",
+    )
+    asked = early.parse_known_args(argv)[0].help
+    if asked == "all":
         parser = _parser()
         command_line.add_sglang_flags(parser)
         parser.print_help()
         parser.exit()
-    unknown = command_line.misspelt(argv, ours | command_line.sglang_flags())
+    if asked:
+        early.print_help()
+        early.exit()
+    ours = set(early._option_string_actions)
+    unknown = command_line.misspelt(argv, ours, command_line.sglang_flags())
     if unknown:
         early.error(f"unrecognized arguments: {unknown}")
+    command_line.add_checked_flags(early)
+    early.allow_abbrev = True  # SGLang's parser, which knows more flags, may still refuse it
     if "--config" in argv:  # SGLang reads that file, and it may name the model
         _check_config(argv[argv.index("--config") + 1 :])
         return
     argv = _with_default_model(list(argv))[0]
     flags = early.parse_known_args(argv)[0]
-    if flags.model_path is None:  # its flag was cut short, which only SGLang's parser reads
-        return
     _check(flags, argv)
     if platforms.is_ours():
         cpu_flags.check_flags(flags)
@@ -242,7 +263,7 @@ def _parser() -> _Parser:
     """A parser of our flags, for SGLang's to be added."""
     from sglang_hybrid.serving.config import HybridConfig
 
-    parser = _Parser(prog=f"python -m {PROGRAM}.launch_server", description=__doc__)
+    parser = _Parser(prog=NAME, description=__doc__)
     parser.add_argument("--version", action="version", version=versions())
     HybridConfig.add_flags(parser)
     return parser
@@ -281,9 +302,7 @@ def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
     """
     asked = _Parser(add_help=False)
     asked.add_argument("--model-path", "--model")
-    asked.add_argument("-h", "--help", action="store_true")
-    known, _ = asked.parse_known_args(argv)
-    if known.model_path is not None or known.help:
+    if asked.parse_known_args(argv)[0].model_path is not None:
         return argv, ""
     from sglang_hybrid.models import TRAINED, ensure_tiny_model
     from sglang_hybrid.models.tokenizer import TOOL_CALL_PARSER

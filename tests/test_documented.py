@@ -32,6 +32,7 @@ from tests.documented import PAGES, ROOT, commands
 
 COMMANDS = sorted(commands())
 LAUNCHER, REPLAY = "python -m sglang_hybrid.launch_server", "python -m sglang_hybrid.replay"
+OVERVIEW = "python -m sglang_hybrid"
 TESTS = "python -m pytest"
 REHEARSAL = "python -m tests.rehearsal"
 TRAIN = "python -m scripts.train"
@@ -82,7 +83,7 @@ def is_known(command: str) -> bool:
         "curl ",
         "source .venv/bin/activate",
     )
-    return bare(command).startswith(kinds) or is_script(command)
+    return bare(command).startswith(kinds) or command == OVERVIEW or is_script(command)
 
 
 def test_no_command_is_left_out() -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, Never, TypeVar
+from typing import Any, Final, Never, TypeVar
 from urllib.parse import urlsplit
 
 from sglang_hybrid import __version__
-from sglang_hybrid.core.sentences import say, shown
+from sglang_hybrid.core.sentences import meant, say, shown
 
 T = TypeVar("T")
 
@@ -37,10 +37,18 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError."""
+    """An ArgumentParser that raises UsageError, and says which choice one that is none may mean."""
 
     def error(self, message: str) -> Never:
         raise UsageError(f"{message.removeprefix('argument ')}; --help lists all options")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = meant(str(value), map(str, action.choices or ()))
+            error.message = f"invalid choice: {shown(value)}{near}" if near else error.message
+            raise
 
 
 def program(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import reprlib
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Final, TextIO
 
 LONGEST_NUMBER: Final = 200
 """Bits of a number that a sentence shows."""
+
+MOST_MEANT: Final = 3
+"""Names that a sentence offers in the place of one that is unknown."""
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
@@ -19,6 +24,18 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > LONGEST_NUMBER:
         return f"a number of {value.bit_length():,} bits"
     return _short.repr(value)
+
+
+def meant(name: str, names: Iterable[str], like: float = 0.6) -> str:
+    """The end of a sentence about a name that is none of `names`, as " (did you mean lru?)": what
+    it is short for, or else the one that is most like it; "" if none is.
+
+    like: of 1, how much two names must be alike (`difflib.SequenceMatcher.ratio`).
+    """
+    known = list(names)
+    longer = [each for each in known if each.startswith(name)]
+    near = longer if 0 < len(longer) <= MOST_MEANT else get_close_matches(name, known, 1, like)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def plain(text: object) -> str:

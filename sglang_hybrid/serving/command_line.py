@@ -11,16 +11,19 @@ import argparse
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from sglang_hybrid.core.named_files import decode_json
+from sglang_hybrid.core.sentences import meant
 
 _NAME = re.compile(r"--[a-z0-9][a-z0-9-]*")
 _FIELD = re.compile(r"^    ([a-z0-9_]+):", re.MULTILINE)
 _READABLE = re.compile(r"\d+$")
+
+LIKE = 0.75
+"""Of 1, how much a misspelt flag is like the one that it may mean, of which there are hundreds."""
 
 
 def sglang_flags() -> set[str]:
@@ -39,19 +42,19 @@ def sglang_flags() -> set[str]:
     return names
 
 
-def misspelt(argv: Iterable[str], known: Iterable[str]) -> str | None:
-    """The first flag of a command line that is none of `known`, nor one of them cut short, with the
-    known one that is most like it; None if there is none.
+def misspelt(argv: Iterable[str], ours: Collection[str], theirs: Collection[str]) -> str | None:
+    """The first word of a command line that looks like a flag and is none, with what it may mean;
+    None if there is none.
+
+    theirs: SGLang's, which may be cut short (`--tp 2`), as its documentation does. Ours may not.
     """
-    names = sorted(known)
+    names = sorted({*ours, *theirs})
     for text in argv:
         name = text.partition("=")[0]
-        if not name.startswith("--") or name == "--" or " " in name:
+        if not name.startswith("--") or name == "--" or " " in name or name in ours:
             continue
-        switch = name.replace("--no-", "--", 1)
-        if not any(each.startswith((name, switch)) for each in names):
-            like = get_close_matches(name, names, n=1, cutoff=0.75)
-            return name + (f" (did you mean {like[0]}?)" if like else "")
+        if not any(each.startswith((name, name.replace("--no-", "--", 1))) for each in theirs):
+            return name + meant(name, names, LIKE)
     return None
 
 
@@ -85,7 +88,8 @@ CHECKED: dict[Read, dict[str, Any]] = {
         **{"--attention-backend": None, "--prefill-attention-backend": None},
         **{"--decode-attention-backend": None, "--sampling-backend": None, "--dtype": "auto"},
         **{"--speculative-algorithm": None, "--lora-backend": "csgmv", "--chat-template": None},
-        **{"--api-key": None, "--admin-api-key": None, "--ssl-keyfile-password": None},
+        **{"--api-key": None, "--admin-api-key": None, "--ssl-keyfile": None},
+        "--ssl-keyfile-password": None,
     },
 }
 """SGLang's flags that take one value: what reads it, their names and their default."""
@@ -110,9 +114,9 @@ def add_checked_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sglang_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all of SGLang's flags, for `--help`: where SGLang is not imported yet, without running
-    its package's own file, which imports much that its parser does not need. The process has to
-    end after that.
+    """Add all of SGLang's flags, for `--help all`: where SGLang is not imported yet, without
+    running its package's own file, which imports much that its parser does not need. The process
+    has to end after that.
     """
     spec = importlib.util.find_spec("sglang")
     assert spec is not None

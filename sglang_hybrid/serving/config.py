@@ -128,9 +128,10 @@ class HybridConfig:
         return not self.pinning_flag and self.hybrid_tuner_workers > 0
 
     @staticmethod
-    def add_flags(parser: argparse.ArgumentParser) -> None:
-        """Add our flags to `parser`, in a group of their own."""
-        add_flags(parser, {field.name: field.default for field in fields(HybridConfig)})
+    def add_flags(parser: argparse.ArgumentParser, *, brief: bool = False) -> None:
+        """Add our flags to `parser`, in a group of their own. brief: one line of help for each."""
+        defaults = {field.name: field.default for field in fields(HybridConfig)}
+        add_flags(parser, defaults, brief=brief)
 
     @classmethod
     def split(

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from sglang_hybrid.core.programs import MOST_SECONDS, number, read_by, whole
+from sglang_hybrid.core.sentences import meant
 from sglang_hybrid.core.tiers.rates import parse_links
 
 TIER_CODECS = ("exact", "bf16", "int8")
@@ -185,7 +186,8 @@ def _known(kind: type[Enum], name: str, text: str) -> str:
     """`name`, which is a value of an Enum, of a flag's `text`. Raises ArgumentTypeError."""
     names = [each.value for each in kind]
     if name not in names:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        near = meant(name, names)
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}{near}")
     return name
 
 

@@ -35,7 +35,8 @@ class Flag:
 
     Args:
         field: the field of `HybridConfig` that it sets.
-        about: what `--help` says of it, beside its default.
+        about: what `--help all` says of it, beside its default. `--help` says it up to the first
+            colon.
         metavar: how `--help` calls its value.
         read: makes a value of its text.
         choices: the texts that it takes, where `read` does not say; without any, those of the
@@ -49,9 +50,11 @@ class Flag:
     choices: Sequence[str] | None = None
 
 
-def add_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, defaults: Mapping[str, Any], *, brief: bool = False
+) -> None:
     """Add our flags to `parser`, in a group of their own; `defaults` by the names of
-    `HybridConfig`'s fields.
+    `HybridConfig`'s fields. brief: one line of help for each.
     """
     group = parser.add_argument_group(GROUP, "flags of sglang_hybrid; all others are SGLang's own")
     for flag in FLAGS:
@@ -65,8 +68,15 @@ def add_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> N
             choices=choices,
             metavar=flag.metavar,
             default=default,
-            help=flag.about + ("" if default == "" else " (default: %(default)s)"),
+            help=_help(flag.about, default, brief),
         )
+
+
+def _help(about: str, default: object, brief: bool) -> str:
+    if brief:
+        about = about.partition(": ")[0]
+    said = "(%(default)s)" if brief else "(default: %(default)s)"
+    return about if default == "" else f"{about} {said}"
 
 
 FLAGS = (
@@ -86,30 +96,29 @@ FLAGS = (
     ),
     Flag(
         "hybrid_admission",
-        "judicious: exact states where prompts branch, at the start of the last message, "
+        "which states are kept: exact ones where prompts branch, at the start of the last message, "
         "at the end of a prompt and of an answer, each if it is worth more than what it pushes "
-        "out; all: every state that SGLang tracks",
+        "out (judicious); every one that SGLang tracks (all)",
     ),
     Flag(
         "hybrid_memory",
-        "one: KV and states share one budget of bytes, which is what SGLang's two pools "
-        "(--max-total-tokens and --max-mamba-cache-size, or their defaults) would take "
-        "together, and what is worth least makes room for either; split: each has its "
-        "pool; auto: one on the CPU platform for a hybrid model with planned checkpoints, "
-        "split elsewhere and with --mamba-full-memory-ratio",
+        "how KV and states divide the device's memory: they share one budget of bytes, which is "
+        "what SGLang's two pools (--max-total-tokens and --max-mamba-cache-size, or their "
+        "defaults) would take together, and what is worth least makes room for either (one); each "
+        "has its pool (split); auto is one on the CPU platform for a hybrid model with planned "
+        "checkpoints, split elsewhere and with --mamba-full-memory-ratio",
     ),
     Flag(
         "hybrid_pin_share",
-        "share of the device's memory, of KV and of states, that what one tenant pins may "
-        f"take; all tenants together pin {MOST_OF_ALL:g} of it at most; 0: nothing is pinned",
+        "share of the device's memory that what one tenant pins may take: of KV and of states; all "
+        f"tenants together pin {MOST_OF_ALL:g} of it at most, and with 0 nothing is pinned",
         metavar="SHARE",
         read=share,
     ),
     Flag(
         "hybrid_full_hit",
-        "on: a prompt that was asked twice is answered without a forward when it comes again: the "
-        "state behind its last token is kept, and the hidden state from which its first token is "
-        "sampled",
+        "answer a prompt that was asked twice without a forward when it comes again: the state "
+        "behind its last token is kept, and the hidden state from which its first token is sampled",
     ),
     # Which request runs when.
     Flag(
@@ -127,16 +136,16 @@ FLAGS = (
     # What is learnt from traffic, and what is computed before it.
     Flag(
         "hybrid_tuner_workers",
-        "processes of lowest priority that now and then replay recent requests under "
-        "other policies, for --hybrid-eviction auto, or other alphas, for marconi; 0 turns "
-        "that off",
+        "processes that replay recent requests under other policies: now and then, at the lowest "
+        "priority, for --hybrid-eviction auto, or under other alphas, for marconi; 0 turns that "
+        "off",
         metavar="N",
         read=whole(0, MOST_PROCESSES),
     ),
     Flag(
         "hybrid_record",
-        "write every finished request's token ids and arrival there, for `python -m "
-        "sglang_hybrid.replay`",
+        "write every finished request there, for the replay: its token ids and arrival (python -m "
+        "sglang_hybrid.replay)",
         metavar="FILE",
     ),
     Flag(
@@ -149,7 +158,7 @@ FLAGS = (
     # Memory and disk below the device.
     Flag(
         "hybrid_disk_folder",
-        "where --hicache-storage-backend file keeps KV and states, in a folder "
+        "where --hicache-storage-backend file keeps KV and states: in a folder "
         "sglang_hybrid-tier of its own; by default what SGLang's own settings name, or "
         "sglang_hybrid/tiers in the user's folder of caches; mooncake://HOST:PORT is a store "
         "that several servers share",
@@ -157,14 +166,14 @@ FLAGS = (
     ),
     Flag(
         "hybrid_disk_mb",
-        "MiB that the folder may take, shared by all ranks; 0 is all but 5%% of the disk",
+        "MiB that this folder may take: shared by all ranks; 0 is all but 5%% of the disk",
         metavar="N",
         read=count,
     ),
     Flag(
         "hybrid_warm_start",
-        "MiB of what the disk holds that a starting server reads into memory while it "
-        "already serves, per rank: what was used last, states first",
+        "MiB of what the disk holds that a starting server reads into memory: per rank, while it "
+        "already serves, what was used last, states first",
         metavar="MB",
         read=count,
     ),
@@ -180,16 +189,16 @@ FLAGS = (
     # Whose a request is.
     Flag(
         "hybrid_tenants",
-        "what makes tenants, beside extra_key, cache_salt and the header X-Hybrid-Tenant: the API "
-        "key that a client sends (api-key); and whether a request without a tenant is refused "
-        "(required); or both, as api-key,required",
+        "what makes tenants, and whether one is required: beside extra_key, cache_salt and the "
+        "header X-Hybrid-Tenant, the API key that a client sends (api-key); and whether a request "
+        "without a tenant is refused (required); or both, as api-key,required",
         metavar="WORDS",
         read=tenants,
     ),
     # What an operator sees.
     Flag(
         "hybrid_hosts",
-        "names by which this server may be asked at /hybrid_cache/, with commas between them, "
+        "names by which this server may be asked at /hybrid_cache/: with commas between them, "
         "beside localhost, the address that it is bound to and this machine's name; a request with "
         "another name in its header Host is refused, since a web page may have made it",
         metavar="NAMES",
@@ -197,13 +206,13 @@ FLAGS = (
     ),
     Flag(
         "hybrid_ui",
-        "a live page of the cache at /hybrid_cache/, which takes the admin key if one is set: with "
-        "lengths and hashes of what was sent (lengths), or with its text, too (text)",
+        "a live page of the cache at /hybrid_cache/: it takes the admin key if one is set, and "
+        "shows lengths and hashes of what was sent (lengths), or its text, too (text)",
     ),
     # The model of a server without --model-path.
     Flag(
         "hybrid_default_model",
-        "the embedded tiny model that is served when no --model-path is given: trained, which "
+        "the embedded tiny model that is served without --model-path: trained, which "
         "answers questions about Python's standard library, or one of random weights: "
         f"{', '.join(NAMES)}",
         metavar="MODEL",

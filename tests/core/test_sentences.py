@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hybrid.core.sentences import plain, say, shown
+from sglang_hybrid.core.sentences import meant, plain, say, shown
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,18 @@ def test_what_does_not_print_is_written_out(
 def test_long_values_are_shortened() -> None:
     assert len(shown("x" * 10**6)) < 100
     assert shown(10**30_000) == "a number of 99,658 bits"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3-nxt", " (did you mean qwen3-next?)"),
+        ("lur", " (did you mean lru?)"),
+        ("qwen", " (did you mean qwen3-next or qwen3.5?)"),
+        ("", ""),
+        ("zebra", ""),
+    ],
+)
+def test_what_an_unknown_name_may_mean(name: str, said: str) -> None:
+    names = ["qwen3-next", "qwen3.5", "lru", "marconi"]
+    assert meant(name, names) == meant(name, iter(names)) == said

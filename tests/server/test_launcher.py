@@ -230,9 +230,11 @@ def test_ctrl_c_while_it_starts(seconds: int, tmp_path: Path) -> None:
     assert not list(own.iterdir())
 
 
-def test_help_shows_our_flags_in_a_group_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_all_shows_our_flags_in_a_group_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as stopped:
-        launch_server.prepare(["--help"])
+        launch_server.prepare(["--help", "all"])
     assert not stopped.value.code
     shown = capsys.readouterr().out
     _, group = shown.split("\nsglang_hybrid:\n")

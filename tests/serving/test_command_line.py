@@ -17,9 +17,11 @@ from sglang_hybrid.serving.command_line import (
     misspelt,
     sglang_flags,
 )
+from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.server_process import free_port
 
-KNOWN = ["--model-path", "--port", "--enable-trace", "--tf32", "--hybrid-eviction"]
+THEIRS = ["--model-path", "--port", "--enable-trace", "--tf32"]
+OURS = ["--hybrid-eviction", "--hybrid-ui", "--hybrid-disk-mb", "--hybrid-disk-folder"]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def sglang() -> dict[str, argparse.Action]:
 def test_every_flag_of_sglang_is_known(sglang: dict[str, argparse.Action]) -> None:
     known = sglang_flags()
     assert len(known) > 400
-    assert misspelt(sglang, known) is None
+    assert misspelt(sglang, [], known) is None
     assert len(known) < len(sglang) + 60
 
 
@@ -68,17 +70,42 @@ def test_numbers_with_units_are_left_to_sglang() -> None:
         (["--enable-trcae"], "--enable-trcae (did you mean --enable-trace?)"),
         (["--port", "3", "--modle-path=x"], "--modle-path (did you mean --model-path?)"),
         (["--hybrid-evicton", "lru"], "--hybrid-evicton (did you mean --hybrid-eviction?)"),
+        (["--hybrid-evict=lru"], "--hybrid-evict (did you mean --hybrid-eviction?)"),
+        (["--hybrid-e"], "--hybrid-e (did you mean --hybrid-eviction?)"),
+        (
+            ["--hybrid-disk", "3"],
+            "--hybrid-disk (did you mean --hybrid-disk-folder or --hybrid-disk-mb?)",
+        ),
         (["--zzz"], "--zzz"),
-        (["--model", "x", "--no-tf32", "-x", "--", "--a b", "--hybrid-ev=lru"], None),
+        (["--model", "x", "--no-tf32", "-x", "--", "--a b", "--hybrid-eviction=lru"], None),
     ],
 )
 def test_a_misspelt_flag(argv: list[str], said: str | None) -> None:
-    assert misspelt(argv, KNOWN) == said
+    """SGLang's may be cut short, as in `--tp 2`; ours may not."""
+    assert misspelt(argv, OURS, THEIRS) == said
+
+
+def test_no_flag_of_sglang_is_read_as_a_checked_one_cut_short(
+    sglang: dict[str, argparse.Action],
+) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_checked_flags(parser)
+    HybridConfig.add_flags(parser)
+    checked = set(parser._option_string_actions)
+    longer = {
+        name: [each for each in checked if each.startswith(name)] for name in {*sglang} - checked
+    }
+    assert {name: found for name, found in longer.items() if found and name != "-h"} == {}
 
 
 MISTAKES = {
     "--enable-trcae": "unrecognized arguments: --enable-trcae (did you mean --enable-trace?);",
+    "--hybrid-evict lru": "--hybrid-evict (did you mean --hybrid-eviction?); --help all lists",
+    "--tp 0": "--tp-size 0: give 1 or more",
     "--hybrid-eviction lru:3": "only marconi takes an alpha",
+    "--hybrid-eviction reus": "is none of auto, marconi, reuse, sglang-lru, lru, seglen, gdsf (did",
+    "--hybrid-default-model qwen3-nxt": "choice: 'qwen3-nxt' (did you mean qwen3-next?); --help",
+    "--help al": "argument -h/--help: invalid choice: 'al' (did you mean all?)",
     "--hybrid-record /nowhere/trace": "--hybrid-record: there is no directory /nowhere",
     "--port 99999": "--port 99999: give 65535 at most",
     "--port many": "argument --port: invalid int value: 'many'",
@@ -104,15 +131,18 @@ for flags in json.loads(every_flag):
 """
 
 
-def test_a_mistake_is_said_before_sglang_and_torch_are_imported() -> None:
+def test_a_mistake_and_our_help_are_said_before_sglang_and_torch_are_imported() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", EARLY, str(free_port()), json.dumps([*MISTAKES])],
+        [sys.executable, "-c", EARLY, str(free_port()), json.dumps([*MISTAKES, "--help"])],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
+    *answers, (help_of_ours, imported) = answers
+    assert imported == [] and "--hybrid-eviction POLICY" in help_of_ours
+    assert "--help all" in help_of_ours and len(help_of_ours.splitlines()) < 50
     for (said, imported), part in zip(answers, MISTAKES.values(), strict=True):
         assert part in said and said.count("\n") == 1
         assert imported == []
@@ -122,14 +152,14 @@ HELP = """
 import sys
 from sglang_hybrid import launch_server
 try:
-    launch_server.main(["--help"])
+    launch_server.main(["--help", "all"])
 finally:
     assert "transformers" not in sys.modules
 """
 
 
 @pytest.mark.slow
-def test_help_names_every_flag_without_importing_most_of_sglang(
+def test_help_all_names_every_flag_without_importing_most_of_sglang(
     sglang: dict[str, argparse.Action],
 ) -> None:
     done = subprocess.run(
