@@ -90,6 +90,7 @@ CHECKED: dict[Read, dict[str, Any]] = {
         **{"--speculative-algorithm": None, "--lora-backend": "csgmv", "--chat-template": None},
         **{"--api-key": None, "--admin-api-key": None, "--ssl-keyfile": None},
         "--ssl-keyfile-password": None,
+        "--speculative-draft-model-path --speculative-draft-model": None,
     },
 }
 """SGLang's flags that take one value: what reads it, their names and their default."""

@@ -5,17 +5,21 @@ Each check raises `StartupError` with one sentence.
 
 from __future__ import annotations
 
+import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from safetensors import SafetensorError, safe_open
 
 from sglang_hybrid.core.named_files import FileError, read_json
-from sglang_hybrid.serving.startup import StartupError
+from sglang_hybrid.serving.startup import StartupError, one_line
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_NO = ("", "0", "false", "no", "n")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -27,11 +31,13 @@ class _WeightIndex(msgspec.Struct):
 def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True) -> None:
     """Raise `StartupError` if `model_path` is a directory that SGLang cannot load.
 
-    A name on the Hugging Face hub (`owner/name`) and a URL are left to SGLang.
+    Of a name on the Hugging Face hub (`owner/name`) only `check_hub` is asked; a URL is left to
+    SGLang.
     """
     path = Path(model_path).expanduser()
     if not path.exists():
         if is_elsewhere(model_path):
+            check_hub(model_path, "--model-path")
             return
         raise StartupError(
             f"model path {model_path!r} does not exist; give a directory, a name on the Hugging "
@@ -59,6 +65,44 @@ def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True
 def is_elsewhere(path: str) -> bool:
     """Whether a path is a name on the Hugging Face hub or a URL, which SGLang resolves."""
     return bool(_HUB_NAME.fullmatch(path)) or "://" in path
+
+
+@cache
+def check_hub(name: str, flag: str) -> None:
+    """Raise `StartupError` if the Hugging Face hub, or the mirror that HF_ENDPOINT names, cannot be
+    asked for `name`, or has none that this user may read. SGLang would ask it for a minute or more.
+    What the hub's cache has of the model is left to SGLang, and so are URLs and ModelScope.
+    """
+    if "://" in name or os.environ.get("SGLANG_USE_MODELSCOPE", "0").lower() not in _NO:
+        return
+    import httpx
+    from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
+
+    cached = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
+    if cached.is_dir() and any(cached.iterdir()):
+        return
+    what = f"{flag} {name!r} is no directory here"
+    nor = f"{what}, not in the cache ({constants.HF_HUB_CACHE}),"
+    if constants.HF_HUB_OFFLINE:
+        raise StartupError(
+            f"{nor} and HF_HUB_OFFLINE is set; give its directory, or unset HF_HUB_OFFLINE."
+        )
+    url = hf_hub_url(name, "config.json")
+    host = urlsplit(url).hostname or constants.ENDPOINT
+    try:
+        get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except (errors.RepositoryNotFoundError, errors.GatedRepoError):
+        raise StartupError(
+            f"{what}, and {host} has none of this name that you may read; give another name, or "
+            "set HF_TOKEN to a token that may read it."
+        ) from None
+    except errors.HfHubHTTPError:  # it answers: SGLang may need other files, or try again
+        return
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        raise StartupError(
+            f"{nor} and {host} cannot be asked for it ({one_line(error)}); give its directory, or "
+            "set HF_ENDPOINT to a mirror that can be reached."
+        ) from None
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -7,7 +7,6 @@ import math
 import re
 import socket
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from sglang_hybrid.core.costs.cost import ENDLESS
@@ -16,6 +15,7 @@ from sglang_hybrid.core.programs import LAST_PORT, MOST, MOST_PROCESSES
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED, flag_name
 from sglang_hybrid.serving.model_directory import (
+    check_hub,
     check_model,
     has_tokenizer,
     is_elsewhere,
@@ -79,6 +79,7 @@ def check(flags: argparse.Namespace) -> None:
     check_adapters(flags.lora_paths)
     check_keys(flags)
     check_tokenizer(flags.tokenizer_path)
+    check_draft(flags.speculative_draft_model_path)
     check_template(flags.chat_template)
     check_model(
         flags.model_path,
@@ -135,8 +136,8 @@ def check_trace(enabled: bool) -> None:
         missing = True
     if missing:
         raise StartupError(
-            "--enable-trace needs OpenTelemetry, which is not installed; install "
-            f"'sglang[tracing]=={version('sglang')}', or leave the flag out."
+            "--enable-trace needs OpenTelemetry, which is not installed; install opentelemetry-sdk "
+            "and opentelemetry-exporter-otlp, or leave the flag out."
         )
 
 
@@ -265,6 +266,8 @@ def check_adapters(given: Sequence[object] | None) -> None:
                 f"--lora-paths: {str(path)!r} does not exist; give an adapter's directory, or a "
                 "name on the Hugging Face hub."
             )
+        else:
+            check_hub(str(path), "--lora-paths")
 
 
 def check_tokenizer(path: str | None) -> None:
@@ -279,11 +282,26 @@ def check_tokenizer(path: str | None) -> None:
             f"--tokenizer-path {path!r} has no tokenizer (tokenizer.json or tokenizer.model); give "
             "another directory, or leave it out."
         )
-    if not there.is_dir() and not there.is_file() and not is_elsewhere(path):
+    if there.is_dir() or there.is_file():
+        return
+    if not is_elsewhere(path):
         raise StartupError(
             f"--tokenizer-path {path!r} does not exist; give a directory, or a name on the Hugging "
             "Face hub, or leave it out."
         )
+    check_hub(path, "--tokenizer-path")
+
+
+def check_draft(path: str | None) -> None:
+    """Raise `StartupError` for a --speculative-draft-model-path that is nowhere; None is none."""
+    if path is None or Path(path).expanduser().exists():
+        return
+    if not is_elsewhere(path):
+        raise StartupError(
+            f"--speculative-draft-model-path {path!r} does not exist; give a directory, or a name "
+            "on the Hugging Face hub."
+        )
+    check_hub(path, "--speculative-draft-model-path")
 
 
 def check_template(path: str | None) -> None:

@@ -7,17 +7,22 @@ import os
 import re
 import shutil
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from safetensors.numpy import save_file
 
 from sglang_hybrid.serving import preflight
-from sglang_hybrid.serving.model_directory import check_model, weight_bytes
+from sglang_hybrid.serving.model_directory import check_hub, check_model, weight_bytes
 from sglang_hybrid.serving.preflight import (
     check_adapters,
     check_device,
+    check_draft,
     check_host_room,
     check_keys,
     check_overrides,
@@ -62,9 +67,110 @@ def test_a_whole_model_passes(model: Path) -> None:
     assert weight_bytes(model) == sum(f.stat().st_size for f in model.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["nvidia/Nemotron-H-8B-Base-8K", "s3://bucket/model"])
-def test_names_that_sglang_resolves_pass(name: str) -> None:
-    check_model(name)
+NAME = "nvidia/Nemotron-H-8B-Base-8K"
+NOBODY = "http://127.0.0.1:9"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub's mirror that knows one model."""
+
+    def do_HEAD(self) -> None:
+        known = self.path == f"/{NAME}/resolve/main/config.json"
+        self.send_response(200 if known else 401 if "gone" in self.path else 404)
+        self.send_header("X-Error-Code", "" if known or "bare" in self.path else "RepoNotFound")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets the hub's address; its cache is empty."""
+    check_hub.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    def use(address: str) -> None:
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+    yield use
+    check_hub.cache_clear()
+
+
+@pytest.fixture
+def mirror(hub: Callable[[str], None]) -> Iterator[None]:
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        hub(f"http://127.0.0.1:{server.server_port}")
+        yield
+        server.shutdown()
+
+
+@pytest.mark.usefixtures("mirror")
+def test_a_name_that_a_mirror_of_the_hub_has_passes() -> None:
+    check_model(NAME)
+
+
+@pytest.mark.usefixtures("mirror")
+def test_what_a_hub_has_without_a_config_is_left_to_sglang() -> None:
+    check_model("nvidia/bare")
+
+
+@pytest.mark.usefixtures("mirror")
+@pytest.mark.parametrize("name", ["nvidia/gone", "nvidia/other"])
+def test_a_name_that_the_hub_does_not_have(name: str) -> None:
+    said = f"--model-path '{name}' is no directory here, and 127.0.0.1 has none of this name"
+    assert said in refused(name)
+
+
+def test_a_hub_that_cannot_be_asked(hub: Callable[[str], None]) -> None:
+    hub(NOBODY)
+    for check, flag in {
+        check_model: "--model-path",
+        check_tokenizer: "--tokenizer-path",
+        check_draft: "--speculative-draft-model-path",
+        lambda name: check_adapters([f"a={name}"]): "--lora-paths",
+    }.items():
+        with pytest.raises(StartupError, match=f"^{flag} '{NAME}' is no .* 127.0.0.1 cannot be"):
+            check(NAME)
+
+
+def test_an_address_of_the_hub_that_is_none(hub: Callable[[str], None]) -> None:
+    hub("mirror")
+    assert "cannot be asked for it" in refused(NAME)
+
+
+def test_the_hub_is_not_asked_for_what_its_cache_has(
+    hub: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub(NOBODY)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "and HF_HUB_OFFLINE is set; give its directory, or unset" in refused(NAME)
+    (tmp_path / "hub" / f"models--{NAME.replace('/', '--')}" / "snapshots" / "f00").mkdir(
+        parents=True
+    )
+    check_model(NAME)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    check_model(NAME)
+
+
+def test_urls_and_modelscope_are_left_to_sglang(
+    hub: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub(NOBODY)
+    check_model("s3://bucket/model")
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
+    check_model(NAME)
+
+
+def test_a_draft_model_that_is_nowhere(model: Path) -> None:
+    check_draft(None)
+    check_draft(str(model))
+    with pytest.raises(StartupError, match="--speculative-draft-model-path '/no/such' does not"):
+        check_draft("/no/such")
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "nowhere", "a/b/c"])
@@ -267,11 +373,12 @@ def test_ranks_of_a_model_without_recurrent_layers_or_elsewhere(tmp_path: Path) 
     check_ranks("someone/some-model", 3)
 
 
+@pytest.mark.usefixtures("mirror")
 def test_a_tokenizer_that_is_nowhere(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"^--tokenizer-path '.*' has no tokenizer"):
         check_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").touch()
-    for path in (None, str(tmp_path), "owner/name", "s3://bucket/tokenizer"):
+    for path in (None, str(tmp_path), NAME, "s3://bucket/tokenizer"):
         check_tokenizer(path)
     with pytest.raises(StartupError, match=r"^--tokenizer-path '/nowhere' does not exist; give a"):
         check_tokenizer("/nowhere")
@@ -284,13 +391,14 @@ def test_what_is_no_json_object(text: str) -> None:
         check_overrides(text)
 
 
+@pytest.mark.usefixtures("mirror")
 def test_adapters(tmp_path: Path) -> None:
     whole, empty = tmp_path / "whole", tmp_path / "empty"
     for directory in (whole, empty):
         directory.mkdir()
     (whole / "adapter_config.json").write_text("{}")
     check_adapters(None)
-    check_adapters([str(whole), f"name={whole}", {"lora_path": str(whole)}, "owner/name"])
+    check_adapters([str(whole), f"name={whole}", {"lora_path": str(whole)}, NAME])
     for given in (str(empty), f"name={empty}"):
         with pytest.raises(StartupError, match=r"has no adapter_config\.json"):
             check_adapters([given])
@@ -327,7 +435,9 @@ def test_tenants_that_could_not_be_kept_apart(
 @pytest.mark.parametrize("package", ["nothing_like_it", "nothing_like_it.sdk", "json.nothing"])
 def test_traces_without_their_packages(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "TRACE_PACKAGES", ("json.decoder", package))
-    with pytest.raises(StartupError, match=r"needs OpenTelemetry.*install 'sglang\[tracing\]==0"):
+    with pytest.raises(
+        StartupError, match=r"needs OpenTelemetry.*install opentelemetry-sdk and open"
+    ):
         check_trace(True)
     check_trace(False)
     monkeypatch.setattr(preflight, "TRACE_PACKAGES", ("json.decoder",))
