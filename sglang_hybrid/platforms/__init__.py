@@ -4,8 +4,9 @@ SGLang asks `activate` in every process for the platform's class name (`plugin.p
 where no accelerator can be used, so that the same installation serves a GPU machine untouched.
 """
 
+import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Final
 
 CPU_PLATFORM: Final = "sglang_hybrid.platforms.cpu.HybridCpuPlatform"
@@ -13,6 +14,14 @@ CPU_PLATFORM: Final = "sglang_hybrid.platforms.cpu.HybridCpuPlatform"
 SPINS: Final = 1_000
 """Turns of the loop in which a thread of GNU's OpenMP waits before it sleeps (docs/benchmarks.md).
 """
+
+GPU_LINES: Final = {
+    "sglang.kernels.jit.utils.arch": "Cannot detect CUDA architecture",
+    "sglang.srt.distributed.bootstrap": "init_cpu_threads_env and shared memory based AllReduce",
+    "sglang.srt.model_executor.model_runner_components.cuda_graph_setup": "Disable prefill CUDA",
+}
+"""By the names of SGLang's loggers, how lines begin that say what only a GPU, or another engine for
+CPUs, has."""
 
 
 def activate() -> str | None:
@@ -22,11 +31,22 @@ def activate() -> str | None:
     from sglang_hybrid.platforms.binder import bind_on_import
 
     bind_on_import()
+    leave_out(GPU_LINES)
     wait_briefly(os.environ)
     # What SGLang waits for when a process has died: GPUs that settle, and their core dumps.
     os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     return CPU_PLATFORM
+
+
+def leave_out(lines: Mapping[str, str]) -> None:
+    """Keep lines out of this process's log that begin so, by the names of their loggers."""
+    for name, start in lines.items():
+
+        def is_other(record: logging.LogRecord, start: str = start) -> bool:
+            return not record.getMessage().startswith(start)
+
+        logging.getLogger(name).addFilter(is_other)
 
 
 def is_ours() -> bool:
