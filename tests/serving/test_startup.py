@@ -82,8 +82,9 @@ def test_only_a_directory_of_its_own_is_removed(
     assert not made.exists() and REPORT not in os.environ
 
 
-def test_what_only_sglang_reads_is_left_to_it(tmp_path: Path) -> None:
-    launch_server._check_early(["--model-pa", "/nowhere"])
+def test_a_file_of_flags_is_left_to_sglang(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="does not exist"):
+        launch_server._check_early(["--model-pa", "/nowhere"])
     flags = tmp_path / "flags.yaml"
     flags.write_text("model-path: /nowhere\n")
     launch_server._check_early(["--config", str(flags)])
