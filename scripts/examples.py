@@ -30,9 +30,9 @@ from sglang_hybrid.explain.decisions import (
     NotTaken,
     extend_prefix_hash,
 )
-from sglang_hybrid.replay.simulation.tuner.regret import Regrets
-from sglang_hybrid.replay.simulation.tuner.tuner import Rules
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.extensions.lab.simulation.tuner.regret import Regrets
+from sglang_hybrid.extensions.lab.simulation.tuner.tuner import Rules
+from sglang_hybrid.extensions.lab.systems import Spec
 
 SHOWN = 5  # bins of age
 

@@ -20,8 +20,8 @@ from rich.table import Table
 
 from sglang_hybrid.core.programs import Parser, program, server_url, whole
 from sglang_hybrid.core.sentences import plain, say
-from sglang_hybrid.replay.measure import Measured, Server, fit, measure
-from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
+from sglang_hybrid.extensions.lab.measure import Measured, Server, fit, measure
+from sglang_hybrid.extensions.lab.simulation.prefill_time import PrefillTime
 
 MOST_TOKENS = 1 << 20
 

@@ -110,7 +110,7 @@ def _folders() -> Iterator[str]:
     yield "|---|---:|---|"
     for file in sorted((ROOT / PACKAGE).glob("*/**/__init__.py")):
         folder = file.parent.relative_to(ROOT / PACKAGE)
-        if len(folder.parts) > 1:
+        if len(folder.parts) == 2:
             size = _rounded(lines(file.parent.rglob("*.py")))
             yield _row(f"`{folder}/`", size, about(file.parent))
 
@@ -154,8 +154,8 @@ def page(text: str, made: str) -> str:
 
 
 def build_graph() -> grimp.ImportGraph:
-    """Imports of the package: those inside functions and for types are among them."""
-    return grimp.build_graph(PACKAGE, cache_dir=None)
+    """Imports of the package: those inside functions are among them, those for types are not."""
+    return grimp.build_graph(PACKAGE, cache_dir=None, exclude_type_checking_imports=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,8 +3,9 @@
     python scripts/loaded.py                      # of a default server
     python scripts/loaded.py --model-path MODEL   # arguments are the server's
 
-A room is a folder or a file right below `sglang_hybrid/`. Lines are those of the files that the
-process has imported. Memory is what would be free without the process (psutil's `uss`).
+A room is a folder or a file right below `sglang_hybrid/`, or one below `extensions/` there. Lines
+are those of the files that the process has imported. Memory is what would be free without the
+process (psutil's `uss`).
 """
 
 from __future__ import annotations
@@ -67,10 +68,12 @@ def loaded(arguments: Sequence[str] = ()) -> dict[str, tuple[set[Path], int]]:
 
 
 def by_room(files: set[Path]) -> Counter[str]:
-    """Lines of these files by room."""
+    """Lines of these files by room; those of the extensions' rooms apart."""
     lines: Counter[str] = Counter()
     for file in files:
-        lines[file.relative_to(PACKAGE).parts[0]] += len(file.read_text().splitlines())
+        parts = file.relative_to(PACKAGE).parts
+        room = "/".join(parts[:2]) if parts[0] == "extensions" else parts[0]
+        lines[room] += len(file.read_text().splitlines())
     return lines
 
 
@@ -84,10 +87,15 @@ def table(found: dict[str, tuple[set[Path], int]]) -> Table:
     for room, _ in rooms.most_common():
         made.add_row(room, *(f"{each[room]:,}" for each in lines.values()))
     made.add_section()
+    made.add_row("the product", *(f"{_product(each):,}" for each in lines.values()))
     made.add_row("all", *(f"{each.total():,}" for each in lines.values()))
     made.add_row("files", *(f"{len(files):,}" for files, _ in found.values()))
     made.add_row("MiB of memory", *(f"{memory >> 20:,}" for _, memory in found.values()))
     return made
+
+
+def _product(lines: Counter[str]) -> int:
+    return sum(count for room, count in lines.items() if not room.startswith("extensions/"))
 
 
 def main() -> int:

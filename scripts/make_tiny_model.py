@@ -7,8 +7,9 @@ from pathlib import Path
 
 from sglang_hybrid.core.programs import Parser, program, whole
 from sglang_hybrid.core.sentences import say
-from sglang_hybrid.models import ARCHITECTURES, TRAINED, build_tiny_model
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE, MODELS, SCALES
+from sglang_hybrid.extensions.cpu.models import ARCHITECTURES, build_tiny_model
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE, MODELS, SCALES
+from sglang_hybrid.serving.flag_values import TRAINED
 
 
 @program

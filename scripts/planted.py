@@ -97,9 +97,15 @@ def read_defects(path: Path = TABLE) -> list[Defect]:
     content: dict[str, Any] = tomllib.loads(path.read_text())
     rooms: dict[str, list[str]] = content["tests"]
     return [
-        Defect(**{**row, "tests": tuple(row.get("tests") or rooms[row["file"].split("/")[0]])})
+        Defect(**{**row, "tests": tuple(row.get("tests") or rooms[_room(row["file"])])})
         for row in content["defect"]
     ]
+
+
+def _room(file: str) -> str:
+    """The folder right below the package, or below `extensions/`, that a file is in."""
+    parts = file.split("/")
+    return "/".join(parts[:2]) if parts[0] == "extensions" else parts[0]
 
 
 @contextmanager

@@ -37,9 +37,9 @@ from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.core.named_files import MOST_TEXT, FileError, open_named, read_text
 from sglang_hybrid.core.programs import Parser, program
 from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.extensions.cpu.ops.bindings import BINDINGS
 from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, statements
 from sglang_hybrid.hooks.table import HOOKS
-from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 70  # columns of each of two texts beside each other

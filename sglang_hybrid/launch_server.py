@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Never
 
 import yaml
 
+from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.named_files import read_text
 from sglang_hybrid.core.programs import Parser, versions
 from sglang_hybrid.core.sentences import plain
@@ -102,16 +103,13 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         raise StartupError(str(error).removeprefix(f"{PROGRAM}: ")) from None
     _check_early(argv)
 
-    from sglang.srt.platforms import current_platform
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-    from sglang_hybrid.platforms.cpu import HybridCpuPlatform
-    from sglang_hybrid.platforms.cpu_flags import check_flags
-    from sglang_hybrid.platforms.memory import memory_available
-    from sglang_hybrid.platforms.sizing import check_memory
     from sglang_hybrid.serving import preflight
     from sglang_hybrid.serving.backend import check_disk, choose_backend, choose_schedule
+    from sglang_hybrid.serving.devices import serves_on_cpu
+    from sglang_hybrid.serving.host_memory import memory_available
     from sglang_hybrid.serving.preflight import HOST_RESERVE
     from sglang_hybrid.serving.requests.secrets import SECRETS, read_key
 
@@ -130,9 +128,9 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     if note:
         print(f"{PROGRAM}: {note}", flush=True)
     options, sglang_argv = _check(flags, argv)
-    if isinstance(current_platform, HybridCpuPlatform):
-        check_flags(flags)
-        check_memory(
+    if serves_on_cpu():
+        extension("cpu.flags").check_flags(flags)
+        extension("cpu.sizing").check_memory(
             flags.model_path, flags.dtype, flags.max_total_tokens, flags.max_mamba_cache_size
         )
     if flags.enable_hierarchical_cache and flags.hicache_size:
@@ -162,10 +160,9 @@ def _check_early(argv: Sequence[str]) -> None:
     """Say what is known to be wrong, or what `--help` or `--version` print. Imports no SGLang but
     for `--help all`.
     """
-    from sglang_hybrid import platforms
-    from sglang_hybrid.platforms import cpu_flags
     from sglang_hybrid.serving import command_line
     from sglang_hybrid.serving.config import HybridConfig
+    from sglang_hybrid.serving.devices import is_ours
 
     early = _Parser(
         prog=NAME,
@@ -207,8 +204,8 @@ def _check_early(argv: Sequence[str]) -> None:
     argv = _with_default_model(list(argv))[0]
     flags = early.parse_known_args(argv)[0]
     _check(flags, argv)
-    if platforms.is_ours():
-        cpu_flags.check_flags(flags)
+    if is_ours():
+        extension("cpu.flags").check_flags(flags)
 
 
 def _check_config(behind: Sequence[str]) -> None:
@@ -228,8 +225,6 @@ def _check(flags: argparse.Namespace, argv: Sequence[str]) -> tuple["HybridConfi
 
     flags: those of SGLang that are checked.
     """
-    from sglang_hybrid.prompts.endpoints import warm_file
-    from sglang_hybrid.replay.simulation.tuner import trace_file
     from sglang_hybrid.serving import preflight
     from sglang_hybrid.serving.backend import has_recurrent_state
     from sglang_hybrid.serving.config import HybridConfig
@@ -247,13 +242,14 @@ def _check(flags: argparse.Namespace, argv: Sequence[str]) -> tuple["HybridConfi
         flags.max_total_tokens, flags.max_mamba_cache_size, counted if states else 0
     )
     if options.hybrid_record:
+        trace_file = extension("lab.simulation.tuner.trace_file")
         try:
             trace_file.check(Path(options.hybrid_record))
         except trace_file.RecordingError as error:
             raise StartupError(f"--hybrid-record: {error}") from None
     if options.hybrid_prewarm:
         try:
-            warm_file.read_lines(Path(options.hybrid_prewarm))
+            extension("schemas.endpoints.warm_file").read_lines(Path(options.hybrid_prewarm))
         except ValueError as error:
             raise StartupError(f"--hybrid-prewarm: {error}") from None
     return options, sglang_argv
@@ -304,15 +300,14 @@ def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
     asked.add_argument("--model-path", "--model")
     if asked.parse_known_args(argv)[0].model_path is not None:
         return argv, ""
-    from sglang_hybrid.models import TRAINED, ensure_tiny_model
-    from sglang_hybrid.models.tokenizer import TOOL_CALL_PARSER
     from sglang_hybrid.serving.config import HybridConfig
+    from sglang_hybrid.serving.flag_values import TRAINED
 
     parser = _Parser(add_help=False)
     HybridConfig.add_flags(parser)
     name = parser.parse_known_args(argv)[0].hybrid_default_model
     try:
-        directory = ensure_tiny_model(name)
+        directory = extension("cpu.models").ensure_tiny_model(name)
     except OSError as error:
         raise StartupError(
             f"the embedded default model cannot be kept: {error}; set XDG_CACHE_HOME to a "
@@ -325,7 +320,8 @@ def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
     )
     # Before what was given, which so counts more. Weights that know no JSON would write blanks
     # without end under a grammar that allows it.
-    calls = ("--tool-call-parser", TOOL_CALL_PARSER, "--constrained-json-disable-any-whitespace")
+    parser_of_calls = extension("cpu.models.tokenizer").TOOL_CALL_PARSER
+    calls = ("--tool-call-parser", parser_of_calls, "--constrained-json-disable-any-whitespace")
     return [*calls, *argv, "--model-path", str(directory)], note
 
 

@@ -9,18 +9,18 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from sglang_hybrid import SGLANG_VERSION, platforms
+from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.hooks.hook import HookError
 from sglang_hybrid.serving import log_lines, warm_up
-from sglang_hybrid.serving.config import BACKEND, CPU_ATTENTION, HybridConfig
+from sglang_hybrid.serving.config import BACKEND, HybridConfig
+from sglang_hybrid.serving.devices import CPU_PLATFORM, is_ours, serves_on_cpu
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,10 @@ def activate() -> str | None:
     if why_not() is not None:
         return None
     warm_up.register_on_import()
-    return platforms.activate()
+    if not is_ours():
+        return None
+    extension("cpu.activation").activate()
+    return CPU_PLATFORM
 
 
 def register() -> None:
@@ -97,7 +100,6 @@ def register() -> None:
     # All ranks and HTTP processes, which are started after this, give a tenant the same name.
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
-    from sglang.srt.platforms import current_platform
 
     from sglang_hybrid.serving.processes import ignore_signals_for_the_first_process
 
@@ -105,11 +107,8 @@ def register() -> None:
     register_radix_cache_backend(BACKEND, _build_cache)
     bring_storage()
     _settle_states()
-    if type(current_platform).__module__ == platforms.CPU_PLATFORM.rpartition(".")[0]:
-        from sglang_hybrid.platforms import images
-
-        images.register()
-        _use_our_attention_on_cpu()
+    if serves_on_cpu():
+        extension("cpu.activation").register()
 
 
 def _build_cache(context: "TreeCacheBuildContext") -> "UnifiedRadixCache":
@@ -126,41 +125,9 @@ def bring_storage() -> None:
     noisy = backend_factory.logger  # it warns of every replacement, in every process
     noisy.disabled, before = True, noisy.disabled
     backend_factory.StorageBackendFactory.register_backend(
-        "file", "sglang_hybrid.storage.file_backend", "FileBackend"
+        "file", "sglang_hybrid.extensions.disk.file_backend", "FileBackend"
     )
     noisy.disabled = before
-
-
-def _use_our_attention_on_cpu() -> None:
-    """SGLang's CPU defaults name Intel's AMX kernels, which this platform does not need."""
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
-    if CPU_ATTENTION not in choices.ATTENTION_BACKEND_CHOICES:
-        choices.add_attention_backend_choices([CPU_ATTENTION])
-
-    @register_attention_backend(CPU_ATTENTION)
-    def build_attention(model_runner: "ModelRunner") -> "AttentionBackend":
-        from sglang_hybrid.platforms.attention import HybridCpuAttnBackend
-
-        return HybridCpuAttnBackend(model_runner)
-
-    @register_resolution_hook("handle_cpu_backends")
-    def handle_cpu_backends(
-        server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
-    ) -> None:
-        if resolving_view(server_args).attention_backend is None:
-            declare_resolution(server_args, "sglang_hybrid", attention_backend=CPU_ATTENTION)
-
-    @register_resolution_hook("handle_page_major_kv_layout")
-    def handle_page_major_kv_layout(
-        server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
-    ) -> None:
-        """The unified pool's rows lie apart, which SGLang allows backends of its own only."""
-        if resolving_view(server_args).enable_unified_memory:
-            declare_resolution(server_args, "sglang_hybrid", enable_page_major_kv_layout=True)
 
 
 def _settle_states() -> None:

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 SERVERS = "tests/server/"
 """Files that ask servers. The quick tests share one; each of the slow ones has its own."""
 
-MODELS = "tests/models/"
+MODELS = "tests/extensions/cpu/models/"
 """Files that use models of every architecture, which each process builds."""
 
 TOGETHER = {"tests/test_keys.py": "tests/entered.py", "tests/test_plugin.py": "tests/entered.py"}

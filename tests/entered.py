@@ -5,13 +5,14 @@ of tests ask the same one.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from functools import cache
 from typing import Any
 
-from sglang_hybrid.models import ensure_tiny_model
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 
 ENTER = """
 import asyncio, importlib, json, operator, sys
@@ -35,8 +36,8 @@ import sglang.srt.managers.scheduler
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.hooks.hook import is_in_place
 from sglang_hybrid.hooks.table import HOOKS
-from sglang_hybrid.platforms.binder import bind_on_import
-from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
+from sglang_hybrid.extensions.cpu.binder import bind_on_import
+from sglang_hybrid.extensions.cpu.ops.bindings import BINDINGS
 
 bind_on_import()  # as the platform has done, where there is no GPU
 patched = [patch.module for patch in patching.load_patches().values()]
@@ -93,7 +94,8 @@ def entered() -> dict[str, Any]:
     asked = json.dumps([[[*model, *flags], field] for flags, field in ASKED.values()])
     with tempfile.NamedTemporaryFile() as file:  # a pipe holds less
         program = [sys.executable, "-c", ENTER, asked, file.name]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=250)
+        environment = {**os.environ, "SGLANG_HYBRID_UI": "text"}  # its routes are among them
+        done = subprocess.run(program, capture_output=True, text=True, timeout=250, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         found = json.load(file)
     return {**found, "resolved": dict(zip(ASKED, found["resolved"], strict=True))}

@@ -3,8 +3,8 @@ another type is asked for.
 
 The reference shares no code with SGLang or with our kernels. What transformers does not have is in
 ``twins.py``. Prompts are computed in one pass without a cache; decoding uses transformers' cache,
-one token at a time. Both are checked against each other in ``tests/models``. Four things in
-transformers 5.19 are not to be trusted:
+one token at a time. Both are checked against each other in ``tests/extensions/cpu/models``. Four
+things in transformers 5.19 are not to be trusted:
 
 * Falcon-Mamba forgets its state when it is given several tokens and a cache (the scan starts from
   zero). ``Reference.extend`` therefore feeds that architecture token by token.

@@ -174,7 +174,7 @@ PAGE = {
     "/hybrid_cache/differ",
     "/hybrid_cache/what_if",
 }
-"""Routes of the live page, which shows an operator all tenants; behind the admin key, and closed
-without --hybrid-ui."""
+"""Routes of the live page, which shows an operator all tenants; behind the admin key, and there
+with --hybrid-ui only."""
 
 KNOWN = {*PROMPTS, *EMBEDDINGS, *AUDIO, *KEPT, *NOTHING_KEPT, *TOTALS, *OPERATORS, *PAGE}

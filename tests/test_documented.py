@@ -23,8 +23,9 @@ import pytest
 import sglang
 
 from sglang_hybrid.core.records.nodes import Kind
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
+from sglang_hybrid.extensions.lab.program import main as replay
 from sglang_hybrid.hooks.patching import load_patches
-from sglang_hybrid.replay.__main__ import main as replay
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.telemetry.stats import Missed
 from sglang_hybrid.serving.variables import VARIABLES, variable
@@ -161,8 +162,10 @@ def replays() -> list[Any]:
 def test_a_replay_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     line = {"t": 0.5, "input_ids": list(range(300, 400)), "output_ids": [1, 2, 3]}
-    trace = tmp_path / "TRACE"
-    trace.write_text("".join(json.dumps(line | {"t": float(t)}) + "\n" for t in range(5)))
+    for name in ("TRACE", "requests.jsonl"):
+        lines = (json.dumps(line | {"t": float(t)}) + "\n" for t in range(5))
+        (tmp_path / name).write_text("".join(lines))
+    (tmp_path / "DIR").symlink_to(ensure_tiny_model())
     assert replay(words(command.removeprefix(REPLAY))) == 0
 
 

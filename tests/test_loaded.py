@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
 import pytest
 
-from scripts.loaded import by_room, loaded
+from scripts.loaded import ROOT, by_room, loaded
+from sglang_hybrid.core.extensions import extension
 
 IMPORTS = """
 import sys
@@ -23,22 +25,10 @@ import sglang.srt.managers.scheduler, sglang_hybrid.cache.factory
 tell()
 """
 
-ASKED_FOR = (
-    *("sglang_hybrid.explain.page", "sglang_hybrid.models", "sglang_hybrid.prompts"),
-    *("sglang_hybrid.replay", "sglang_hybrid.replicas", "sglang_hybrid.launch_server"),
-    *("sglang_hybrid.storage.file_backend", "sglang_hybrid.storage.shared_store"),
+PROGRAMS = tuple(
+    f"sglang_hybrid.{name}" for name in ("launch_server", "prompts", "replay", "replicas")
 )
-"""What a default server's scheduler does without."""
-
-LIGHT = {
-    *("sglang_hybrid.models", "sglang_hybrid.prompts", "sglang_hybrid.prompts.chats"),
-    "sglang_hybrid.prompts.chats.fields",
-    *("sglang_hybrid.replay", "sglang_hybrid.replay.simulation"),
-    *("sglang_hybrid.replay.simulation.traces", "sglang_hybrid.replay.simulation.tuner"),
-    "sglang_hybrid.replay.simulation.traces.requests",
-    "sglang_hybrid.replay.simulation.tuner.recorder",
-}
-"""But for names, and the requests that are remembered for a comparison of splits."""
+"""What no process of a server but the first one loads."""
 
 
 def test_what_is_not_asked_for_is_not_loaded() -> None:
@@ -46,19 +36,47 @@ def test_what_is_not_asked_for_is_not_loaded() -> None:
     command = [sys.executable, "-W", "ignore", "-c", IMPORTS]
     told = subprocess.run(command, check=True, text=True, capture_output=True).stdout
     plugin, scheduler = (set(line.split()) for line in told.splitlines())
-    without_cache = (
+    without_cache = {
         "sglang_hybrid.cache.factory",
         "sglang_hybrid.storage",
         "sglang_hybrid.explain",
-    )
-    assert not plugin & {*without_cache}
+    }
+    assert not plugin & without_cache
     assert "sglang_hybrid.cache.factory" in scheduler
-    assert {name for name in scheduler if name.startswith(ASKED_FOR)} <= LIGHT
+    assert not [name for name in scheduler if name.startswith(PROGRAMS)]
+    assert extensions(scheduler) == {"cpu"}
+
+
+def extensions(modules: set[str]) -> set[str]:
+    """Names of the extensions that have a module among `modules`."""
+    parts = [name.split(".") for name in modules]
+    return {part[2] for part in parts if part[1:2] == ["extensions"] and len(part) > 2}
+
+
+def test_the_product_names_extensions_that_exist() -> None:
+    """What `extension("...")` is given, and the names that are taken from it at once."""
+    taken = set()
+    for file in (ROOT / "sglang_hybrid").rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "extension":
+                (name,) = node.args
+                assert isinstance(name, ast.Constant), ast.unparse(node)
+                taken.add((name.value, ""))
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call):
+                call = node.value
+                if ast.unparse(call.func) == "extension":
+                    taken.add((ast.literal_eval(call.args[0]), node.attr))
+    assert len(taken) > 20
+    for name, attribute in sorted(taken):
+        module = extension(name)
+        assert not attribute or hasattr(module, attribute), (name, attribute)
 
 
 @pytest.mark.slow
 def test_a_default_server_has_loaded_no_more() -> None:
     (files,) = (files for title, (files, _) in loaded().items() if title == "sglang::scheduler")
-    lines = by_room(files)
-    assert lines["replicas"] == 0
-    assert max(lines[room] for room in ("replay", "prompts", "models")) < 1_000
+    rooms = by_room(files).keys()
+    below = {room for room in rooms if room.startswith("extensions/")}
+    assert below - {"extensions/__init__.py"} == {"extensions/cpu"}
+    assert not rooms & {"prompts", "replay.py", "replicas.py"}

@@ -50,7 +50,7 @@ def test_a_room_beside_the_package_is_in_the_wheel(
     assert {f"sglang_hybrid/{name}" for name in expected} <= set(wheel.namelist())
 
 
-@pytest.mark.parametrize("pattern", ["**/*.py", "hooks/*.sha256", "models/*.safetensors"])
+@pytest.mark.parametrize("pattern", ["**/*.py", "hooks/*.sha256", "**/*.safetensors"])
 def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.ZipFile, pattern: str) -> None:
     found = (ROOT / "sglang_hybrid").glob(pattern)
     expected = {file.relative_to(ROOT).as_posix() for file in found}

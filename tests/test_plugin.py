@@ -12,7 +12,7 @@ import pytest
 
 from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.models import ensure_tiny_model
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 from tests.entered import entered
 
 
@@ -103,7 +103,7 @@ def test_plugins_that_are_listed_without_us_are_alone() -> None:
 @pytest.mark.slow
 def test_a_post_release_with_the_same_pieces_is_extended() -> None:
     done = went_on(OTHER.format(found=f"{SGLANG_VERSION}.post1"))
-    assert done.stdout == "went on as sglang_hybrid.platforms.cpu\n", done.stderr
+    assert done.stdout == "went on as sglang_hybrid.extensions.cpu.platform\n", done.stderr
 
 
 @pytest.mark.slow

@@ -19,11 +19,11 @@ from scripts.fit_prefill import main as fit_prefill
 from scripts.make_tiny_model import main as make_tiny_model
 from sglang_hybrid.__main__ import main as commands
 from sglang_hybrid.explain.__main__ import main as explain
-from sglang_hybrid.models import tokenizer
+from sglang_hybrid.extensions.cpu.models import tokenizer
+from sglang_hybrid.extensions.lab.program import main as replay
+from sglang_hybrid.extensions.lab.simulation.traces.formats import FORMATS
+from sglang_hybrid.extensions.router.program import main as replicas
 from sglang_hybrid.prompts.__main__ import main as prompts
-from sglang_hybrid.replay.__main__ import main as replay
-from sglang_hybrid.replay.simulation.traces.formats import FORMATS
-from sglang_hybrid.replicas.__main__ import main as replicas
 from tests.hostile import GOOD, NUMBERS, Ended, make_files, run_apart
 
 Main = Callable[[Sequence[str]], int]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.core.traffic.requests import Request
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 REPLY_OPENER = (2**31 - 4, 2**31 - 3, 2**31 - 2)

@@ -14,11 +14,15 @@ from scripts.bench.measured import Configuration, Result, measure, measure_in_pa
 from scripts.bench.report import BenchFailed
 from scripts.bench.servers import flags_of, vocabulary_of
 from scripts.bench.traces import find, preset_of
-from sglang_hybrid.models import build_tiny_model, tiny_model_directory
-from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
-from sglang_hybrid.replay.simulation.traces.formats import read_trace
-from sglang_hybrid.replay.simulation.traces.requests import Request
-from sglang_hybrid.replay.simulation.traces.slices import Slice, reusable_tokens, to_vocabulary
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.cpu.models import build_tiny_model, tiny_model_directory
+from sglang_hybrid.extensions.cpu.models.tokenizer import FIRST_TEXT_ID
+from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
+from sglang_hybrid.extensions.lab.simulation.traces.slices import (
+    Slice,
+    reusable_tokens,
+    to_vocabulary,
+)
 
 CANDIDATES = (
     "--mamba-max-states-per-path 2",

@@ -14,9 +14,9 @@ from scripts.bench.report import Table  # noqa: E402
 from scripts.bench.traces import SIZES, find, preset_of  # noqa: E402
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries  # noqa: E402
 from sglang_hybrid.core.costs.cost import CostModel  # noqa: E402
-from sglang_hybrid.replay.simulation.traces.formats import read_trace  # noqa: E402
-from sglang_hybrid.replay.simulation.traces.lines import Reading  # noqa: E402
-from sglang_hybrid.replay.simulation.traces.requests import Request  # noqa: E402
+from sglang_hybrid.core.traffic.requests import Request  # noqa: E402
+from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace  # noqa: E402
+from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
 from tests.traces import REPLY_OPENER, leave_out_thoughts  # noqa: E402

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from scripts.bench.commands import Count
 from scripts.bench.report import ROOT, Table
 from scripts.bench.servers import LAUNCHERS, SCRATCH, post
-from sglang_hybrid.models import build_tiny_model
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models import build_tiny_model
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 
 TEMPLATE = ROOT / "tests" / "prompts" / "chat.jinja"

@@ -31,11 +31,11 @@ from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns import answers as model
 from sglang_hybrid.core.returns.feature_weights import WEIGHT_BITS, Features
 from sglang_hybrid.core.returns.history import History, TimeUnit
-from sglang_hybrid.replay.runner import Job, Runner
-from sglang_hybrid.replay.simulation.traces.declared_hints import KINDS, with_hints
-from sglang_hybrid.replay.simulation.traces.generators import generate, traffic
-from sglang_hybrid.replay.simulation.traces.requests import Request
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.lab.runner import Job, Runner
+from sglang_hybrid.extensions.lab.simulation.traces.declared_hints import KINDS, with_hints
+from sglang_hybrid.extensions.lab.simulation.traces.generators import generate, traffic
+from sglang_hybrid.extensions.lab.systems import Spec
 
 WITHOUT = Spec("reuse", (("answers", 0.0),))
 WITH = Spec("reuse")

@@ -18,7 +18,7 @@ import requests
 from scripts.bench.commands import Count
 from scripts.bench.report import BenchFailed, Table, times_of
 from scripts.bench.servers import at_once, percentile, random_tokens
-from sglang_hybrid.models import ensure_tiny_model
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
 WORDS = ("the", "cache", "keeps", "a", "state", "of", "what", "was", "read", "before")

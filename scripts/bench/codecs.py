@@ -18,9 +18,15 @@ from scripts.bench.report import Table
 from scripts.bench.traces import COST, ONE_MEMORY, percent, read_or_generate
 from scripts.train.chats import below
 from scripts.train.check import document, questions
-from sglang_hybrid.models import ARCHITECTURES, TRAINED, build_tiny_model
-from sglang_hybrid.models.tokenizer import EOS, FIRST_TEXT_ID, SPECIAL_TOKENS, build_tokenizer
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.extensions.cpu.models import ARCHITECTURES, build_tiny_model
+from sglang_hybrid.extensions.cpu.models.tokenizer import (
+    EOS,
+    FIRST_TEXT_ID,
+    SPECIAL_TOKENS,
+    build_tokenizer,
+)
+from sglang_hybrid.extensions.lab.systems import Spec
+from sglang_hybrid.serving.flag_values import TRAINED
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodedRows
 

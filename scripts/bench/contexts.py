@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from scripts.bench.commands import Count
 from scripts.bench.report import Table
 from scripts.bench.servers import LAUNCHERS, SCRATCH, Client
-from sglang_hybrid.models import build_tiny_model
+from sglang_hybrid.extensions.cpu.models import build_tiny_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
 FEW, MANY = 10, 1000

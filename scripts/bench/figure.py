@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from scripts.bench.report import RESULTS, ROOT, BenchFailed
-from sglang_hybrid.replay.reports.plots import STYLE, WIDTH
+from sglang_hybrid.extensions.lab.reports.plots import STYLE, WIDTH
 
 TITLES = {
     "bbh": "few-shot\nprompts",

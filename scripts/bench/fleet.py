@@ -21,9 +21,9 @@ import requests
 from scripts.bench.commands import Count
 from scripts.bench.report import Table
 from scripts.bench.servers import events, flush, greedy, percentile, random_tokens
-from sglang_hybrid.models import ensure_tiny_model
-from sglang_hybrid.replay.simulation.replicas import ROUTERS
-from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
+from sglang_hybrid.extensions.lab.simulation.replicas import ROUTERS
 from sglang_hybrid.serving.server_process import ServerProcess, event_flags
 
 SECONDS = 45.0
@@ -92,7 +92,7 @@ class Chooser(Protocol):
 
 
 class OfReplay:
-    """A router of the replay (replay/simulation/replicas.py)."""
+    """A router of the replay (extensions/lab/simulation/replicas.py)."""
 
     def __init__(self, name: str, urls: list[str]) -> None:
         self._router, self._urls = ROUTERS[name](), urls

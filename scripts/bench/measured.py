@@ -18,8 +18,8 @@ from scripts.bench.pairs import against_the_first
 from scripts.bench.report import ROOT, Table, times_of
 from scripts.bench.servers import LAUNCHERS, flush
 from scripts.bench.traffic import Outcome, drive, drive_in_pairs
-from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
-from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.cpu.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
 WATCH_SECONDS = 2.0

@@ -26,13 +26,13 @@ from scripts.bench.traces import (
 from sglang_hybrid.core.costs.cost import MOST_STATES_TO_KV, TOKENS_PER_STATE, CostModel
 from sglang_hybrid.core.records.pin import PinRequest, Priority
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.replay.runner import Job, Result, Runner
-from sglang_hybrid.replay.simulation.prefill_time import PAPER
-from sglang_hybrid.replay.simulation.tiers.tier_budgets import CopyCodec, TierBudgets
-from sglang_hybrid.replay.simulation.traces.requests import Request
-from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
-from sglang_hybrid.replay.simulation.tuner.splits import find_better_split, splits_of
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.core.traffic.recorder import RequestWindow
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
+from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
+from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import CopyCodec, TierBudgets
+from sglang_hybrid.extensions.lab.simulation.tuner.splits import find_better_split, splits_of
+from sglang_hybrid.extensions.lab.systems import Spec
 
 REUSE = Spec("reuse")
 

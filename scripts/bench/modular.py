@@ -16,8 +16,8 @@ import requests
 from scripts.bench.commands import Count
 from scripts.bench.report import Table
 from scripts.bench.servers import SCRATCH, post
-from sglang_hybrid.models import build_tiny_model
-from sglang_hybrid.models.architectures.base import Scale
+from sglang_hybrid.extensions.cpu.models import build_tiny_model
+from sglang_hybrid.extensions.cpu.models.architectures.base import Scale
 from sglang_hybrid.serving.config import BACKEND
 from sglang_hybrid.serving.server_process import ServerProcess
 

@@ -19,9 +19,9 @@ KINDS = ("native", "torch")
 
 def switch() -> Callable[[str], None]:
     """What sets the kind of kernels that every later step takes."""
-    from sglang_hybrid.platforms.attention import HybridCpuAttnBackend
-    from sglang_hybrid.platforms.cpu_ops import linear, model_steps, steps
-    from sglang_hybrid.platforms.native.library import library
+    from sglang_hybrid.extensions.cpu.attention import HybridCpuAttnBackend
+    from sglang_hybrid.extensions.cpu.native.library import library
+    from sglang_hybrid.extensions.cpu.ops import linear, model_steps, steps
 
     found = library()
     if found is None:
@@ -57,7 +57,7 @@ def measure(
     from sglang_hybrid.hooks import patching
 
     patching.install()
-    from sglang_hybrid.models import ensure_tiny_model
+    from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 
     large = name == "100m"
     directory = large_model(scratch) if large else ensure_tiny_model(name)

@@ -30,13 +30,13 @@ from scripts.bench.servers import (
     vocabulary_of,
 )
 from scripts.bench.traffic import drive, hit_rate
-from sglang_hybrid.cache.memory.pages import PAGE, Reserved
-from sglang_hybrid.models import ensure_tiny_model
-from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
-from sglang_hybrid.platforms.sizing import model_sizes
-from sglang_hybrid.replay.reports.plots import STYLE, WIDTH
-from sglang_hybrid.replay.simulation.traces.arrivals import Draw
-from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
+from sglang_hybrid.extensions.cpu.models.tokenizer import FIRST_TEXT_ID
+from sglang_hybrid.extensions.cpu.one_memory.pages import PAGE, Reserved
+from sglang_hybrid.extensions.cpu.sizing import model_sizes
+from sglang_hybrid.extensions.lab.reports.plots import STYLE, WIDTH
+from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Draw
 from sglang_hybrid.serving.server_process import ServerProcess
 
 CONCURRENCY = 2

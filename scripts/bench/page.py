@@ -17,8 +17,8 @@ import requests
 from scripts.bench.commands import Count
 from scripts.bench.report import Table, seconds_of, times_of
 from scripts.bench.servers import arrivals, at_once, greedy, percentile, random_tokens
-from sglang_hybrid.explain.page.messages import WatchReq
-from sglang_hybrid.explain.page.watch import EVERY
+from sglang_hybrid.extensions.page.messages import WatchReq
+from sglang_hybrid.extensions.page.watch import EVERY
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Ui
 from sglang_hybrid.serving.server_process import ServerProcess

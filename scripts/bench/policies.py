@@ -14,11 +14,11 @@ from scripts.bench.report import BenchFailed, Table
 from scripts.bench.traces import COST, RULES, TRACES, Folder, Row, Seeds, percent, read_or_generate
 from sglang_hybrid.core.returns import answers, hazards
 from sglang_hybrid.core.server_settings import Serving, Split
-from sglang_hybrid.replay.runner import Runner
-from sglang_hybrid.replay.simulation.traces.arrivals import Draw
-from sglang_hybrid.replay.simulation.traces.generators import generate, traffic
-from sglang_hybrid.replay.simulation.traces.requests import Request
-from sglang_hybrid.replay.systems import Setting, Spec
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.lab.runner import Runner
+from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Draw
+from sglang_hybrid.extensions.lab.simulation.traces.generators import generate, traffic
+from sglang_hybrid.extensions.lab.systems import Setting, Spec
 
 CHANGES = (
     ("agent", "few-shot"),

@@ -14,10 +14,10 @@ from scripts.bench.traces import COST, TRACES, Folder
 from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.core.tiers.rates import Tier
-from sglang_hybrid.replay.simulation.prefill_time import PAPER
-from sglang_hybrid.replay.simulation.simulator import Simulator
-from sglang_hybrid.replay.simulation.tiers.prefetching import Loading, LoadingServer
-from sglang_hybrid.replay.simulation.tiers.tier_budgets import BANDWIDTH, TierBudgets
+from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
+from sglang_hybrid.extensions.lab.simulation.simulator import Simulator
+from sglang_hybrid.extensions.lab.simulation.tiers.prefetching import Loading, LoadingServer
+from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import BANDWIDTH, TierBudgets
 
 QUARTER = 4
 """Bytes of the host for each of the device."""

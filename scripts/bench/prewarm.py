@@ -12,13 +12,13 @@ from scripts.bench.commands import Count
 from scripts.bench.report import Table
 from scripts.bench.servers import exactly, flush, hybrid_cache, post
 from sglang_hybrid.core.returns.hints import PromptHints
-from sglang_hybrid.models import ensure_tiny_model
-from sglang_hybrid.prompts.endpoints.prewarm import prompts_for
-from sglang_hybrid.prompts.schemas.budget import all_prefixes, best_prefixes
-from sglang_hybrid.prompts.schemas.registry import Registry
-from sglang_hybrid.prompts.schemas.schema import Schema, Union, read_schema
-from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
-from sglang_hybrid.prompts.schemas.tree import PrefixNode, prefix_tree
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
+from sglang_hybrid.extensions.schemas.declared.budget import all_prefixes, best_prefixes
+from sglang_hybrid.extensions.schemas.declared.registry import Registry
+from sglang_hybrid.extensions.schemas.declared.schema import Schema, Union, read_schema
+from sglang_hybrid.extensions.schemas.declared.tokens import PromptTokenizer
+from sglang_hybrid.extensions.schemas.declared.tree import PrefixNode, prefix_tree
+from sglang_hybrid.extensions.schemas.endpoints.prewarm import prompts_for
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from scripts.bench.commands import HIDDEN, one_of
 from scripts.bench.report import ROOT, BenchFailed, Table
 from scripts.bench.servers import SCRATCH, large_model
-from sglang_hybrid.platforms import wait_briefly
+from sglang_hybrid.extensions.cpu.activation import wait_briefly
 
 MODELS = (
     "nemotron-h",
@@ -56,7 +56,7 @@ OF_MODULES = {
     "tracking": "recurrent layers",
     "norms": "norms, activations",
 }
-"""Parts of the functions in `sglang_hybrid/platforms/cpu_ops`, by their file."""
+"""Parts of the functions in `sglang_hybrid/extensions/cpu/ops`, by their file."""
 
 OF_LAYERS = {"mixer_forward": "recurrent layers", "mlp_forward": "products with weights"}
 """Parts of whole layers: what a native kernel computes in one call is not told apart."""
@@ -114,8 +114,8 @@ def timed_layer(part: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
 def time_kernels() -> None:
     """Measure the functions that the platform gives SGLang; before SGLang's models are imported."""
-    from sglang_hybrid.platforms import binder
-    from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
+    from sglang_hybrid.extensions.cpu import binder
+    from sglang_hybrid.extensions.cpu.ops.bindings import BINDINGS
 
     found = []
     for binding in BINDINGS:
@@ -133,7 +133,7 @@ def time_kernels() -> None:
 
 def time_modules(runner: Any) -> None:
     """Measure norms, activations, attention, embeddings, logits, and all layers in one call."""
-    from sglang_hybrid.platforms.native.model_step import NativeModel
+    from sglang_hybrid.extensions.cpu.native.model_step import NativeModel
 
     for owner in {type(module) for module in runner.model.modules()}:
         kind = owner.__name__
@@ -223,7 +223,7 @@ def profile_one(
 
     patching.install()
     time_kernels()
-    from sglang_hybrid.models import ensure_tiny_model
+    from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 
     large = name == "100m"
     directory = large_model(scratch) if large else ensure_tiny_model(name)

@@ -21,13 +21,13 @@ from sglang_hybrid.core.queue.orders import (
     Window,
 )
 from sglang_hybrid.core.queue.waiting import Bound
-from sglang_hybrid.replay.simulation.prefill_time import PAPER
-from sglang_hybrid.replay.simulation.simulator import Cache, Simulator
-from sglang_hybrid.replay.simulation.tiers.tier_budgets import TierBudgets
-from sglang_hybrid.replay.simulation.traces.arrivals import Azure
-from sglang_hybrid.replay.simulation.traces.requests import Request
-from sglang_hybrid.replay.simulation.workers import run_all
-from sglang_hybrid.replay.systems import Setting, Spec
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
+from sglang_hybrid.extensions.lab.simulation.simulator import Cache, Simulator
+from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import TierBudgets
+from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Azure
+from sglang_hybrid.extensions.lab.simulation.workers import run_all
+from sglang_hybrid.extensions.lab.systems import Setting, Spec
 from sglang_hybrid.serving.config import HybridConfig
 
 Item = TypeVar("Item")

@@ -26,7 +26,7 @@ from scripts.bench.servers import (
     random_tokens,
 )
 from sglang_hybrid.core.queue.loads import LoadCounts
-from sglang_hybrid.models import ensure_tiny_model
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
 CLIENTS = 4

@@ -12,16 +12,16 @@ import numpy as np
 from scripts.bench.report import BenchFailed, Table, seconds_of
 from scripts.bench.traces import COST, find
 from sglang_hybrid.core.server_settings import Serving
+from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.core.victims.eviction import POLICIES
-from sglang_hybrid.replay.runner import Job, Runner
-from sglang_hybrid.replay.simulation.future import Oracle
-from sglang_hybrid.replay.simulation.prefill_time import PAPER
-from sglang_hybrid.replay.simulation.simulator import Simulator
-from sglang_hybrid.replay.simulation.traces.formats import read_trace
-from sglang_hybrid.replay.simulation.traces.generators import generate, traffic
-from sglang_hybrid.replay.simulation.traces.lines import Reading
-from sglang_hybrid.replay.simulation.traces.requests import Request
-from sglang_hybrid.replay.systems import Setting, Spec, systems
+from sglang_hybrid.extensions.lab.runner import Job, Runner
+from sglang_hybrid.extensions.lab.simulation.future import Oracle
+from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
+from sglang_hybrid.extensions.lab.simulation.simulator import Simulator
+from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
+from sglang_hybrid.extensions.lab.simulation.traces.generators import generate, traffic
+from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
+from sglang_hybrid.extensions.lab.systems import Setting, Spec, systems
 
 ALPHAS = [0.0, *np.geomspace(0.01, 10, 19).round(3).tolist()]
 

@@ -9,11 +9,11 @@ from typing import Annotated, NamedTuple
 from scripts.bench.queue_rows import SIZES, Row, at_load
 from scripts.bench.report import Table
 from scripts.bench.traces import COST, ONE_MEMORY, TRACES, Folder, read_named
-from sglang_hybrid.replay.runner import Job, Result, Runner
-from sglang_hybrid.replay.simulation.prefill_time import PAPER
-from sglang_hybrid.replay.simulation.replicas import ROUTERS
-from sglang_hybrid.replay.simulation.shared_store import StoreBudget
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
+from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
+from sglang_hybrid.extensions.lab.simulation.replicas import ROUTERS
+from sglang_hybrid.extensions.lab.simulation.shared_store import StoreBudget
+from sglang_hybrid.extensions.lab.systems import Spec
 
 REUSE = Spec("reuse")
 

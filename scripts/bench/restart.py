@@ -14,7 +14,7 @@ import requests
 from scripts.bench.commands import Count
 from scripts.bench.report import Table
 from scripts.bench.servers import events, greedy, random_tokens
-from sglang_hybrid.models import ensure_tiny_model
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
 PAGE = 16

@@ -24,9 +24,9 @@ from sglang_hybrid.core.queue.orders import (
     Order,
 )
 from sglang_hybrid.core.queue.waiting import Bound
-from sglang_hybrid.replay.simulation.prefill_time import PAPER
-from sglang_hybrid.replay.simulation.simulator import hit_rate
-from sglang_hybrid.replay.simulation.timing import Timeline
+from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
+from sglang_hybrid.extensions.lab.simulation.simulator import hit_rate
+from sglang_hybrid.extensions.lab.simulation.timing import Timeline
 
 MILLISECOND = 0.001
 

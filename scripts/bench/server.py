@@ -27,7 +27,7 @@ from scripts.bench.servers import (
     sampled,
 )
 from sglang_hybrid.core.returns.hints import PromptHints
-from sglang_hybrid.models import build_tiny_model, ensure_tiny_model
+from sglang_hybrid.extensions.cpu.models import build_tiny_model, ensure_tiny_model
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import requests
 
 from scripts.bench.report import BenchFailed
-from sglang_hybrid.models import build_tiny_model
+from sglang_hybrid.extensions.cpu.models import build_tiny_model
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

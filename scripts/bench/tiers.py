@@ -14,9 +14,9 @@ from scripts.bench.report import ROOT, BenchFailed, Table
 from scripts.bench.servers import LAUNCHERS, flags_of, hybrid_cache, vocabulary_of
 from scripts.bench.traces import find, preset_of
 from scripts.bench.traffic import Steps, beside, drive, hit_rate, probe
-from sglang_hybrid.models import ensure_tiny_model
-from sglang_hybrid.replay.simulation.traces.requests import Request
-from sglang_hybrid.replay.simulation.traces.slices import reusable_tokens
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
+from sglang_hybrid.extensions.lab.simulation.traces.slices import reusable_tokens
 from sglang_hybrid.serving.server_process import ServerProcess
 
 PRESETS_OF_TIERS = {

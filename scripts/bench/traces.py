@@ -9,15 +9,15 @@ from typing import Annotated, Any, TypeVar
 from scripts.bench.report import ROOT, BenchFailed
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Serving
-from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
-from sglang_hybrid.replay.runner import Job, Runner
-from sglang_hybrid.replay.simulation.traces.arrivals import Draw
-from sglang_hybrid.replay.simulation.traces.formats import read_trace
-from sglang_hybrid.replay.simulation.traces.generators import Traffic, generate, traffic
-from sglang_hybrid.replay.simulation.traces.lines import Reading
-from sglang_hybrid.replay.simulation.traces.requests import Request
-from sglang_hybrid.replay.simulation.traces.slices import to_vocabulary
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.cpu.models.tokenizer import FIRST_TEXT_ID
+from sglang_hybrid.extensions.lab.runner import Job, Runner
+from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Draw
+from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
+from sglang_hybrid.extensions.lab.simulation.traces.generators import Traffic, generate, traffic
+from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
+from sglang_hybrid.extensions.lab.simulation.traces.slices import to_vocabulary
+from sglang_hybrid.extensions.lab.systems import Spec
 
 TRACES = ROOT.parent / "shared" / "traces"
 SIZES: dict[str, tuple[float, ...]] = {  # GB, by trace

@@ -17,8 +17,8 @@ import numpy as np
 from scripts.bench.forced import ForcedAnswer
 from scripts.bench.report import BenchFailed
 from scripts.bench.servers import greedy
-from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
-from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.cpu.models.tokenizer import FIRST_TEXT_ID
 
 PROBE_TOKENS = 2_000
 """Of one long answer of `probe`; the next one follows it."""

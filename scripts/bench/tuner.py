@@ -22,12 +22,16 @@ from scripts.bench.traces import (
     in_phases,
     read_named,
 )
-from sglang_hybrid.replay.simulation.traces import generators
-from sglang_hybrid.replay.simulation.traces.requests import Request
-from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES
-from sglang_hybrid.replay.simulation.tuner.tuned import DELAY, SimulatedTunedCache, switching
-from sglang_hybrid.replay.simulation.tuner.tuner import Rules
-from sglang_hybrid.replay.systems import Setting, Spec
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.lab.simulation.traces import generators
+from sglang_hybrid.extensions.lab.simulation.tuner.candidates import CANDIDATES
+from sglang_hybrid.extensions.lab.simulation.tuner.tuned import (
+    DELAY,
+    SimulatedTunedCache,
+    switching,
+)
+from sglang_hybrid.extensions.lab.simulation.tuner.tuner import Rules
+from sglang_hybrid.extensions.lab.systems import Setting, Spec
 
 Ints = npt.NDArray[np.int64]
 

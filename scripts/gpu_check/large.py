@@ -20,7 +20,7 @@ from statistics import median
 from scripts.bench.servers import flush, greedy, post, random_tokens
 from scripts.gpu_check import stand_ins
 from scripts.gpu_check.findings import tell
-from sglang_hybrid.models import build_tiny_model
+from sglang_hybrid.extensions.cpu.models import build_tiny_model
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
 POOLS = ("--max-mamba-cache-size", "80", "--max-total-tokens", "300000")

@@ -33,7 +33,7 @@ from scripts.bench.servers import flush, greedy, post, random_tokens
 from scripts.gpu_check import stand_ins
 from scripts.gpu_check.findings import tell
 from sglang_hybrid.core.returns.hints import PromptHints
-from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
+from sglang_hybrid.extensions.cpu.models import ARCHITECTURES, build_tiny_model
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 

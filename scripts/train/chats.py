@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from scripts.train.facts import Fact
-from sglang_hybrid.models import lexicon
-from sglang_hybrid.models.tokenizer import BOS, EOS, TURN_END, TURN_START
+from sglang_hybrid.extensions.cpu.models import lexicon
+from sglang_hybrid.extensions.cpu.models.tokenizer import BOS, EOS, TURN_END, TURN_START
 
 Encode = Callable[[str], list[int]]
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.train.chats import about, below
 from scripts.train.facts import collect
-from sglang_hybrid.models import ensure_tiny_model
-from sglang_hybrid.models.tokenizer import build_tokenizer
-from sglang_hybrid.models.trained import WEIGHTS, read
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
+from sglang_hybrid.extensions.cpu.models.tokenizer import build_tokenizer
+from sglang_hybrid.extensions.cpu.models.trained import WEIGHTS, read
 
 LINE = "Article {}. The house of the river is a long way from the door.\n"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sglang_hybrid.models.architectures.nemotron_h import HybridSizes
+from sglang_hybrid.extensions.cpu.models.architectures.nemotron_h import HybridSizes
 
 CHUNK = 64
 EPSILON = 1e-5

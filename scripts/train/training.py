@@ -17,9 +17,9 @@ from torch import Tensor, distributed
 from scripts.train.chats import Conversations, Sequence
 from scripts.train.facts import collect
 from scripts.train.model import NemotronH
-from sglang_hybrid.models.architectures.nemotron_h import SIZES
-from sglang_hybrid.models.tokenizer import VOCAB_SIZE, build_tokenizer
-from sglang_hybrid.models.trained import keep
+from sglang_hybrid.extensions.cpu.models.architectures.nemotron_h import SIZES
+from sglang_hybrid.extensions.cpu.models.tokenizer import VOCAB_SIZE, build_tokenizer
+from sglang_hybrid.extensions.cpu.models.trained import keep
 
 SHORT, LONG = (6, 256), (1, 2048)
 """Sequences and tokens of a step of one process; every fourth step is long."""

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hybrid.cache.page_hashes import compile_hashes
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
+from sglang_hybrid.cache.split_watch import split_path
 from sglang_hybrid.cache.tiers.codec_choice import choose_codecs
 from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
@@ -32,7 +33,6 @@ from sglang_hybrid.serving.device_streams import host_is_device
 from sglang_hybrid.serving.flag_values import FullHit
 from sglang_hybrid.serving.ranks import of_all_stages
 from sglang_hybrid.storage.codecs import coded_rows
-from sglang_hybrid.storage.disk.split_file import split_path
 
 logger = logging.getLogger(__name__)
 

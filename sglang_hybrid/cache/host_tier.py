@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-    from sglang_hybrid.cache.learning import Learning
     from sglang_hybrid.cache.planning import PrefillPlans
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
     from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
     from sglang_hybrid.core.costs.cost import CostModel
+    from sglang_hybrid.extensions.disk.learning import Learning
     from sglang_hybrid.serving.telemetry.tiers import TierStats
 
 

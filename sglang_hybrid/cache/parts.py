@@ -16,7 +16,6 @@ from sglang.srt.runtime_context import (
     max_speculative_num_draft_tokens,
 )
 
-from sglang_hybrid.cache.learning import Learning
 from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.queue.clock import StepClock
 from sglang_hybrid.cache.records.shadow_tree import ShadowTree
@@ -30,6 +29,7 @@ from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
 from sglang_hybrid.cache.tiers.served_tiers import disk_of
 from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.planner import Planner
+from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.systems import Spec, make_policies
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.memory.account import MemoryAccount
+    from sglang_hybrid.extensions.disk.learning import Learning
     from sglang_hybrid.serving.config import HybridConfig
 
 
@@ -157,7 +158,8 @@ def build_parts(
     if shadow_tree is not None:
         parts.step_clock.join(shadow_tree.is_pin_over, shadow_tree.on_time)
     if tiers and shadow_tree is not None and shadow_tree.history is not None:
-        parts.learning = Learning(shadow_tree.history, partial(disk_of, cache))
+        learning = extension("disk.learning")
+        parts.learning = learning.Learning(shadow_tree.history, partial(disk_of, cache))
     if has_states and not params.disable:
         if plans and options.is_judicious:
             add_planner(parts, params, one_pass=one_pass)

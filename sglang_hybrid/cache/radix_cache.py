@@ -28,6 +28,7 @@ from sglang_hybrid.cache.resumable import ResumableView
 from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.cache.tree.components import kept_components, with_our_components
 from sglang_hybrid.cache.tuning import make_tuning
+from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Ui
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
     from sglang_hybrid.core.costs.cost import CostModel
-    from sglang_hybrid.explain.page.view import PageView
+    from sglang_hybrid.extensions.page.view import PageView
 
 logger = logging.getLogger(__name__)
 
@@ -121,12 +122,9 @@ class HybridRadixCache(HostTierCache):
         self.report = CacheReport(self, parts, metrics=one_of_its_kind)
         self.page: PageView | None = None
         if self.options.hybrid_ui is not Ui.OFF:
-            from sglang_hybrid.explain.page.view import PageView
-            from sglang_hybrid.explain.page.what_if import WhatIf
-
             tuning = self.tuning
-            what_if = WhatIf(tuning.recent, lambda: tuning.in_force)
-            self.page = PageView(self, self.decision_log, what_if)
+            what_if = extension("page.what_if").WhatIf(tuning.recent, lambda: tuning.in_force)
+            self.page = extension("page.view").PageView(self, self.decision_log, what_if)
         self.resumable = ResumableView(self, getattr(self.tree_core, "state_events", None))
         logger.info(
             "sglang_hybrid: eviction %s, admission %s; a state is %s bytes, a KV token %s.",

@@ -15,9 +15,9 @@ from sglang.srt.arg_groups import mamba_hook
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
-from sglang.srt.platforms import current_platform
 
 from sglang_hybrid.cache.sizes import cost_of_model
+from sglang_hybrid.cache.split_watch import split_path
 from sglang_hybrid.checkpoints.support import (
     CHAINS_ONLY,
     MIXERS_INSIDE_GRAPHS,
@@ -25,12 +25,12 @@ from sglang_hybrid.checkpoints.support import (
     one_slot_per_request,
     plans_checkpoints,
 )
-from sglang_hybrid.platforms.cpu import HybridCpuPlatform
+from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.serving import warm_up
 from sglang_hybrid.serving.backend import why_not_unified
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
+from sglang_hybrid.serving.devices import serves_on_cpu
 from sglang_hybrid.serving.flag_values import Memory
-from sglang_hybrid.storage.disk.split_file import read_split, split_path
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -78,12 +78,12 @@ def settle_states(server_args: ServerArgs) -> None:
 
 def take_one_memory(server_args: ServerArgs) -> None:
     """`--hybrid-memory one` is SGLang's unified pool wherever its kernels run; on the CPU platform
-    it is a memory of ours (cache/memory/pools.py). To be called before anything reads the flag.
+    it is a memory of ours (extensions/cpu/one_memory). To be called before anything reads the flag.
     """
     view = resolving_view(server_args)
     asked = HybridConfig.from_environment().hybrid_memory is Memory.ONE
     ours = view.radix_cache_backend == BACKEND and not view.disable_radix_cache
-    if asked and ours and not isinstance(current_platform, HybridCpuPlatform):
+    if asked and ours and not serves_on_cpu():
         declare_resolution(server_args, OURS, enable_unified_memory=True)
 
 
@@ -331,7 +331,7 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
         return
     ratio = round(cost.states_to_kv, 3)
     path = None if view.max_mamba_cache_size is not None else split_path(server_args)
-    learnt = path and read_split(path)
+    learnt = path and extension("disk.split_file").read_split(path)
     if learnt:
         logger.info(
             "sglang_hybrid: memory is divided as the traffic of the last server asked for: "

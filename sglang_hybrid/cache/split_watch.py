@@ -10,19 +10,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Spec
-from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
+from sglang_hybrid.core.traffic.recorder import RequestWindow
 from sglang_hybrid.serving.advice import ServerSetup
-from sglang_hybrid.storage.disk.split_file import LearntSplit, write_split
+from sglang_hybrid.serving.config import HybridConfig
 
 if TYPE_CHECKING:
-    from sglang_hybrid.replay.simulation.tuner.splits import BetterSplit
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_hybrid.extensions.disk.split_file import LearntSplit
+    from sglang_hybrid.extensions.lab.simulation.tuner.splits import BetterSplit
 
 logger = logging.getLogger(__name__)
 
 FIRST = 128
 """Requests before the first search; each search doubles the requests until the next one."""
+
+
+def split_path(server_args: ServerArgs) -> Path | None:
+    """Where a server with these arguments keeps the split that its traffic asked for; None without
+    a disk tier or a recording (extensions/disk/split_file.py).
+    """
+    recorded = HybridConfig.from_environment().hybrid_record
+    if not recorded and server_args.hicache_storage_backend != "file":
+        return None
+    path: Path | None = extension("disk.split_file").split_path(server_args)
+    return path
 
 
 class SplitWatch:
@@ -87,22 +102,20 @@ class SplitWatch:
         """Whatever goes wrong here, the server goes on. most_held: slots that running requests have
         held at once.
         """
-        from sglang_hybrid.replay.simulation.tuner.candidates import describe_failure
-        from sglang_hybrid.replay.simulation.tuner.splits import find_better_split
-
         try:
             window = make()
             room = window.budget
             assert isinstance(room, Split)
-            better = find_better_split(window, spec, self._least(room, most_held))
+            find = extension("lab.simulation.tuner.splits").find_better_split
+            better: BetterSplit | None = find(window, spec, self._least(room, most_held))
             if better is not None and self._path is not None:
-                write_split(self._path, self._learnt(better, room, window.counted))
+                learnt = self._learnt(better, room, window.counted)
+                extension("disk.split_file").write_split(self._path, learnt)
         except Exception as error:
             logger.debug("the search failed", exc_info=True)
+            why = extension("lab.simulation.tuner.candidates").describe_failure(error)
             if not self._has_failed:
-                logger.warning(
-                    "sglang_hybrid: splits are not compared: %s", describe_failure(error)
-                )
+                logger.warning("sglang_hybrid: splits are not compared: %s", why)
             self._has_failed = True
             return
         before, self.advice = self.advice, ""
@@ -126,7 +139,8 @@ class SplitWatch:
         it = self._setup
         for_states = self._slots(better, room) * it.state_bytes
         hits, hits_now = (each / better.tokens for each in (better.hits, better.hits_now))
-        return LearntSplit(for_states / (it.bytes - for_states), hits, hits_now, counted)
+        made: type[LearntSplit] = extension("disk.split_file").LearntSplit
+        return made(for_states / (it.bytes - for_states), hits, hits_now, counted)
 
     def _slots(self, better: BetterSplit, room: Split) -> int:
         """Of the whole pool."""

@@ -11,16 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_hybrid.cache.learning import LearntBefore
 from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.cache.split_watch import SplitWatch
 from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
 from sglang_hybrid.cache.tiers.served_tiers import TieredCache, served_tiers
+from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.core.returns.history import LearntBefore
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import make_policies
-from sglang_hybrid.replay.simulation.tuner.recorder import (
+from sglang_hybrid.core.traffic.recorder import (
     FEWEST_REQUESTS,
     MOST_RECORD_BYTES,
     MOST_REQUESTS,
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_hybrid.cache.parts import Parts
-    from sglang_hybrid.replay.simulation.tuner.trace_file import TraceFile
-    from sglang_hybrid.replay.simulation.tuner.tuner import Tuner
+    from sglang_hybrid.extensions.lab.simulation.tuner.trace_file import TraceFile
+    from sglang_hybrid.extensions.lab.simulation.tuner.tuner import Tuner
 
 logger = logging.getLogger(__name__)
 
@@ -225,25 +226,25 @@ def make_tuning(cache: TunedCache, parts: Parts, rank: int | None) -> Tuning:
 
 
 def _make_tuner(cache: TunedCache, parts: Parts) -> Tuner:
-    from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES, MARCONI_ALONE
-    from sglang_hybrid.replay.simulation.tuner.tuner import Rules, Tuner
-    from sglang_hybrid.replay.simulation.workers import Limits
-
     options = parts.options
-    limits = Limits(workers=options.hybrid_tuner_workers)
-    return Tuner(
+    limits = extension("lab.simulation.workers").Limits(workers=options.hybrid_tuner_workers)
+    candidates = extension("lab.simulation.tuner.candidates")
+    lab = extension("lab.simulation.tuner.tuner")
+    is_auto = options.hybrid_eviction is Eviction.AUTO
+    tuner: Tuner = lab.Tuner(
         parts.cost,
-        Rules(window=options.hybrid_tuner_window, limits=limits),
+        lab.Rules(window=options.hybrid_tuner_window, limits=limits),
         parts.start,
-        candidates=CANDIDATES if options.hybrid_eviction is Eviction.AUTO else MARCONI_ALONE,
+        candidates=candidates.CANDIDATES if is_auto else candidates.MARCONI_ALONE,
         min_branch_tokens=options.hybrid_min_branch_tokens,
         serving=parts.serving,
         has_states=cache.is_mamba_enabled,
         tiers=partial(served_tiers, cache),
     )
+    return tuner
 
 
 def _make_file(path: Path, rank: int) -> TraceFile:
-    from sglang_hybrid.replay.simulation.tuner.trace_file import TraceFile
-
-    return TraceFile(path.with_name(f"{rank}-{path.name}") if rank else path)
+    traces = extension("lab.simulation.tuner.trace_file")
+    file: TraceFile = traces.TraceFile(path.with_name(f"{rank}-{path.name}") if rank else path)
+    return file

@@ -25,9 +25,9 @@ import requests
 from sglang_hybrid.core.named_files import read_json, read_text
 from sglang_hybrid.core.programs import Parser, program, read_by, server_url
 from sglang_hybrid.core.sentences import say
+from sglang_hybrid.core.traffic.requests import MOST_TOKENS
 from sglang_hybrid.explain.miss_report import MissReport
 from sglang_hybrid.explain.render import render
-from sglang_hybrid.replay.simulation.traces.requests import MOST_TOKENS
 from sglang_hybrid.serving.answers import read_answer
 from sglang_hybrid.serving.requests.secrets import read_key
 

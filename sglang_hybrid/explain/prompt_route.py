@@ -1,5 +1,6 @@
 """`POST /hybrid_cache/prompt/ROUTE`: tokens and tenant of what a request to ROUTE would send to a
-scheduler. Nothing is sent: a router asks this before it chooses a server (replicas/picker.py).
+scheduler. Nothing is sent: a router asks this before it chooses a server
+(extensions/router/picker.py).
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 back (hooks/scheduling.py).
 """
 
+from __future__ import annotations
+
 import secrets
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -11,15 +13,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.explain.messages import (
     ExplainReq,
     ExplainReqOutput,
     ResumableReq,
     ResumableReqOutput,
 )
-from sglang_hybrid.explain.page.route import router as page_router
 from sglang_hybrid.explain.prompt_route import router as prompt_router
 from sglang_hybrid.explain.ranks import ask_ranks, check_prompt, has_our_cache
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Ui
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.stored_keys import stored_under
 from sglang_hybrid.serving.tenants import put_tenant
@@ -28,8 +32,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 router = APIRouter()
-router.routes.extend(page_router.routes)
 router.routes.extend(prompt_router.routes)
+
+if HybridConfig.from_environment().hybrid_ui is not Ui.OFF:
+    router.routes.extend(extension("page.route").router.routes)
+
 
 BYTES_PER_TOKEN = 16
 """A token id in JSON takes fewer, its comma and blanks included."""
@@ -132,7 +139,7 @@ def _page(answer: ResumableReqOutput, snapshot: str | None) -> dict[str, Any]:
     return {**told, "cursor": snapshot if answer.more else None}
 
 
-async def _read(request: Request, manager: "TokenizerManager") -> Question:
+async def _read(request: Request, manager: TokenizerManager) -> Question:
     """The question in a request's body; raises ValueError."""
     longest = manager.context_len
     most = BYTES_BESIDE_TOKENS + BYTES_PER_TOKEN * longest

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_hybrid.core.extensions import extension
+
 _planned: dict[int, Any] = {}
 """The one memory of a configurator between its two hooks, by the configurator's id: SGLang's class
 has slots, and takes neither another attribute nor a weak reference."""
@@ -17,9 +19,11 @@ def plan_one_memory(derive: Callable[..., Any], configurator: Any, **config: Any
     sizes = derive(configurator, **config)
     if get_memory().radix_cache_backend != "hybrid":
         return sizes
-    from sglang_hybrid.cache.memory.pools import plan
+    from sglang_hybrid.serving.devices import serves_on_cpu
 
-    memory = plan(configurator, sizes)
+    if not serves_on_cpu():
+        return sizes
+    memory = extension("cpu.one_memory.pools").plan(configurator, sizes)
     if memory is None:
         return sizes
     _planned[id(configurator)] = memory
@@ -31,9 +35,7 @@ def build_in_one_memory(build: Callable[..., Any], configurator: Any, **named: A
     memory = _planned.pop(id(configurator), None)
     if memory is None:
         return build(configurator, **named)
-    from sglang_hybrid.cache.memory.pools import as_large_as_the_budget
-
-    with as_large_as_the_budget(memory):
+    with extension("cpu.one_memory.pools").as_large_as_the_budget(memory):
         pools = build(configurator, **{**named, "sizes": memory.sizes})
     return memory.share(pools)
 

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_hybrid.core.extensions import extension
+
 
 def send_arrival(state: dict[str, Any], stats: Any) -> None:
     """A request's arrival travels with it, so that all ranks see the same time."""
@@ -43,7 +45,7 @@ def render_anew(
     chat: Any, messages: Any, *, use_cache: bool, **named: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A chat that is not to be tokenized, or otherwise, is no chat that was tokenized before."""
-    from sglang_hybrid.prompts.chats.rendering import is_encoded_otherwise
+    from sglang_hybrid.chats.rendering import is_encoded_otherwise
 
     return (chat, messages), {**named, "use_cache": use_cache and not is_encoded_otherwise()}
 
@@ -52,7 +54,7 @@ def leave_out_changing_lines(_: Any, request: Any, *__: Any, **___: Any) -> None
     """A chat whose system message begins with a line that changes with every request, as Claude
     Code's do, is rendered without it.
     """
-    from sglang_hybrid.prompts.chats import client_lines
+    from sglang_hybrid.chats import client_lines
 
     if client_lines.are_left_out():
         client_lines.strip_messages(request.messages)
@@ -60,14 +62,14 @@ def leave_out_changing_lines(_: Any, request: Any, *__: Any, **___: Any) -> None
 
 def convert_messages(convert: Callable[[Any, Any], Any], endpoint: Any, request: Any) -> Any:
     """/v1/messages notes what of a request it cannot do as asked, and says so in the answer."""
-    from sglang_hybrid.prompts.chats import anthropic
+    from sglang_hybrid.chats import anthropic
 
     return anthropic.convert(lambda asked: convert(endpoint, asked), request)
 
 
 def accept_thinking(apply: Callable[..., None], chat: Any, request: Any, enabled: bool) -> None:
     """/v1/messages answers a request for thinking where the model cannot think, too."""
-    from sglang_hybrid.prompts.chats import anthropic
+    from sglang_hybrid.chats import anthropic
 
     anthropic.apply_thinking(lambda: apply(chat, request, enabled))
 
@@ -200,10 +202,13 @@ def with_all_routes(app: Any, *scope: Any) -> tuple[tuple[Any, ...], dict[str, A
 
 def take_x_api_key(_: None, app: Any, **__: Any) -> None:
     """A key may come in `x-api-key`: before the check of keys it is made a bearer's."""
-    from sglang_hybrid.explain.page.route import is_of_page
+    from sglang_hybrid.serving.config import HybridConfig
+    from sglang_hybrid.serving.flag_values import Ui
     from sglang_hybrid.serving.routes import KeyHeader
 
-    app.add_middleware(KeyHeader, is_page=is_of_page)
+    shown = HybridConfig.from_environment().hybrid_ui is not Ui.OFF
+    is_page = extension("page.route").is_of_page if shown else None
+    app.add_middleware(KeyHeader, is_page=is_page)
 
 
 def take_default_model(endpoint: Any, model: str | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

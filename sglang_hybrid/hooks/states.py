@@ -122,7 +122,7 @@ def answer_from_last_hidden(
 
 def shift_positions(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
     """A request may begin behind a gap: modules computed apart keep their places."""
-    from sglang_hybrid.prompts.endpoints.positions import shifted
+    from sglang_hybrid.cache.request.positions import shifted
 
     forward.positions = shifted(forward, batch)
 

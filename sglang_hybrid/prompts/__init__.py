@@ -1,5 +1,3 @@
-"""Declared prompts: positions, breakpoints, schemas and pins that clients name beforehand.
-
-What a client declares is evidence that a prefix will come back. It decides where checkpoints are
-taken; it never changes the tokens that the model reads.
+"""Prompts that a client declares: schemas as Python functions (`python.py`), in SGLang's frontend
+language (`frontend.py`), and the linter's command (`python -m sglang_hybrid.prompts`).
 """

@@ -21,14 +21,14 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.named_files import MOST_BYTES, FileError, read_bytes, read_json, read_text
 from sglang_hybrid.core.programs import Parser, program, whole
 from sglang_hybrid.core.sentences import say, shown
-from sglang_hybrid.prompts.linter.lint import lint
-from sglang_hybrid.prompts.linter.recorded import TenantReport, analyse, sentences
-from sglang_hybrid.prompts.schemas.schema import read_schema
-from sglang_hybrid.prompts.schemas.xml import MOST_BYTES as MOST_MARKUP
-from sglang_hybrid.prompts.schemas.xml import MarkupError
-from sglang_hybrid.replay.simulation.prefill_time import PAPER, PrefillTime
-from sglang_hybrid.replay.simulation.traces.formats import FORMATS, read_trace
-from sglang_hybrid.replay.simulation.traces.lines import Reading, Skipped
+from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER, PrefillTime
+from sglang_hybrid.extensions.lab.simulation.traces.formats import FORMATS, read_trace
+from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading, Skipped
+from sglang_hybrid.extensions.schemas.declared.schema import read_schema
+from sglang_hybrid.extensions.schemas.declared.xml import MOST_BYTES as MOST_MARKUP
+from sglang_hybrid.extensions.schemas.declared.xml import MarkupError
+from sglang_hybrid.extensions.schemas.linter.lint import lint
+from sglang_hybrid.extensions.schemas.linter.recorded import TenantReport, analyse, sentences
 
 FINDINGS: Final = 1
 UNREADABLE: Final = 2
@@ -113,7 +113,7 @@ def _summary(report: TenantReport) -> str:
 def _model(directory: Path | None) -> tuple[Tokenizer, int]:
     """The tokenizer, and the tokens whose KV takes the memory of a state; 0 without a model."""
     if directory is None:
-        from sglang_hybrid.models.tokenizer import build_tokenizer
+        from sglang_hybrid.extensions.cpu.models.tokenizer import build_tokenizer
 
         return build_tokenizer(), 0
     config = read_json(directory / "config.json", dict[str, Any], "model's config")

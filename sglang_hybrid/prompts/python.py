@@ -29,7 +29,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 import requests
 
-from sglang_hybrid.prompts.schemas.schema import read_schema
+from sglang_hybrid.extensions.schemas.declared.schema import read_schema
 
 TIMEOUT = 600.0
 

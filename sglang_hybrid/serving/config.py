@@ -16,11 +16,11 @@ from typing import Any
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.records.pin import DEFAULT_SHARE
-from sglang_hybrid.models import TRAINED
 from sglang_hybrid.serving.flag_values import (
     DEFAULT_ALPHA,
     ORDER_OPTIONS,
     TIER_CODECS,
+    TRAINED,
     Admission,
     ClientLines,
     Eviction,

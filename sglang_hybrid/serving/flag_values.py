@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from sglang_hybrid.core.programs import MOST_SECONDS, number, read_by, whole
 from sglang_hybrid.core.sentences import meant
@@ -23,6 +23,17 @@ Mooncake's master.
 API_KEY, REQUIRED = "api-key", "required"
 TENANTS = (API_KEY, REQUIRED)
 """What `--hybrid-tenants` may say."""
+
+TRAINED: Final = "trained"
+"""The embedded model whose weights are in this package."""
+
+TINY_MODELS: Final = (
+    *("falcon-h1", "falcon-mamba", "gigachat-3.5", "glm-5-next", "granite-hybrid", "jet-nemotron"),
+    *("kimi-linear", "lfm2", "lfm2-moe", "ling-2.5", "ling-3", "mamba2", "minicpm-sala"),
+    *("nemotron-3", "nemotron-h", "qwen3-next", "qwen3.5", "qwen3.5-vl", "qwen4-exp"),
+    *("transformer", "zaya"),
+)
+"""Embedded models of random weights, in alphabetical order."""
 
 AUTO_ALPHA = "auto"
 DEFAULT_ALPHA = 1.0

@@ -13,9 +13,10 @@ from typing import Any
 
 from sglang_hybrid.core.programs import MOST_PROCESSES, whole
 from sglang_hybrid.core.records.pin import MOST_OF_ALL
-from sglang_hybrid.models import NAMES, TRAINED
 from sglang_hybrid.serving.flag_values import (
     DEFAULT_ALPHA,
+    TINY_MODELS,
+    TRAINED,
     codec,
     count,
     eviction,
@@ -214,8 +215,8 @@ FLAGS = (
         "hybrid_default_model",
         "the embedded tiny model that is served without --model-path: trained, which "
         "answers questions about Python's standard library, or one of random weights: "
-        f"{', '.join(NAMES)}",
+        f"{', '.join(TINY_MODELS)}",
         metavar="MODEL",
-        choices=[TRAINED, *NAMES],
+        choices=[TRAINED, *TINY_MODELS],
     ),
 )

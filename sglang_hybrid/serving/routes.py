@@ -37,11 +37,12 @@ class KeyHeader:
     key in `x-api-key`, where Anthropic's clients put it, becomes one. On the routes of the page so
     does the password that a browser sends, for which it is told to ask.
 
-    is_page: true for a request for a route of the page. A browser sends a password that it knows
-    with every request to this server, whichever page makes it, so no other route takes one.
+    is_page: true for a request for a route of the page; None without a page. A browser sends a
+    password that it knows with every request to this server, whichever page makes it, so no other
+    route takes one.
     """
 
-    def __init__(self, app: ASGIApp, is_page: Callable[[Scope], bool]) -> None:
+    def __init__(self, app: ASGIApp, is_page: Callable[[Scope], bool] | None) -> None:
         self._app = app
         self._is_page = is_page
 
@@ -52,7 +53,7 @@ class KeyHeader:
             if key is not None and "authorization" not in headers:
                 bearer = (b"authorization", f"Bearer {key}".encode("latin-1"))
                 scope["headers"] = [*scope["headers"], bearer]
-            if self._is_page(scope):
+            if self._is_page is not None and self._is_page(scope):
                 scope["headers"] = _with_password(scope["headers"])
                 send = _asking(send)
         await self._app(scope, receive, send)

@@ -60,7 +60,7 @@ lose the answer.
 
 RETRY = {"Retry-After": "1", "Connection": "close"}
 """Headers of a refusal: the client may ask again soon, on a new connection, which another server
-has taken over by then. A router sends the request to another server itself (replicas/envoy.py).
+has taken over by then. A router sends the request to another server itself (router/envoy.py).
 """
 
 ANSWERED = ("/metrics", "/abort_request", "/v1/responses/")

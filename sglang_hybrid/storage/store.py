@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_hybrid.storage.disk.folder import RankFolder
-from sglang_hybrid.storage.disk.object_file import Bytes
+if TYPE_CHECKING:
+    from sglang_hybrid.extensions.disk.folder import RankFolder
+    from sglang_hybrid.extensions.disk.object_file import Bytes
 
 
 class Store(Protocol):

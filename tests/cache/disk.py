@@ -19,12 +19,12 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_hybrid.core.tiers.rates import Speeds
+from sglang_hybrid.extensions.disk import file_backend
+from sglang_hybrid.extensions.disk.folder import RankFolder
+from sglang_hybrid.extensions.disk.object_store import ObjectStore
+from sglang_hybrid.extensions.disk.store_start import open_store
 from sglang_hybrid.plugin import bring_storage
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.storage import file_backend
-from sglang_hybrid.storage.disk.folder import RankFolder
-from sglang_hybrid.storage.disk.object_store import ObjectStore
-from sglang_hybrid.storage.disk.store_start import open_store
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache, mark, set_speeds
 

@@ -44,8 +44,6 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sglang_hybrid.cache.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
-from sglang_hybrid.cache.memory.granules import GranulePool
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.checkpoints.last_hidden import Wanted
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
@@ -53,9 +51,15 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import Hint, PromptHints
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.cpu.one_memory.allocators import (
+    OneMemoryPages,
+    OneMemorySlots,
+    OneMemoryTokens,
+)
+from sglang_hybrid.extensions.cpu.one_memory.granules import GranulePool
+from sglang_hybrid.extensions.cpu.ops import transfer_streams
 from sglang_hybrid.hooks.scheduling import take_cache_fields
-from sglang_hybrid.platforms.cpu_ops import transfer_streams
-from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.requests.cache_fields import CacheFields
 from tests.cache.backends import COST

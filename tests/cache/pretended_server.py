@@ -22,8 +22,8 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.mem_cache.pool_host import mamba, mha
 from sglang.srt.utils import common
 
+from sglang_hybrid.extensions.cpu.ops import host_copies
 from sglang_hybrid.kernels import host_rows
-from sglang_hybrid.platforms.cpu_ops import host_copies
 from tests.cache.driver import Sizes, _length
 from tests.cache.pretended_gpu import Gpu, OnDevice, pinned
 from tests.cache.tiers import SLOW, TieredServer, build_tiered_cache, mark, set_speeds

@@ -18,9 +18,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.core.tiers.rates import Link
-from sglang_hybrid.platforms.cpu_ops import transfer_streams
-from sglang_hybrid.storage import file_backend
-from sglang_hybrid.storage.disk import object_store
+from sglang_hybrid.extensions.cpu.ops import transfer_streams
+from sglang_hybrid.extensions.disk import file_backend, object_store
 from tests.cache.backends import options
 from tests.cache.disk import FULL, MAMBA, DiskServer, PlainTiers, disk_server
 from tests.cache.driver import Sizes

@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 
-from sglang_hybrid.cache.learning import (
+from sglang_hybrid.core.records.nodes import Clock
+from sglang_hybrid.core.returns.history import History, LearntBefore
+from sglang_hybrid.extensions.disk.folder import RankFolder
+from sglang_hybrid.extensions.disk.learning import (
     IDLE_SECONDS,
     SAVE_SECONDS,
     TENANTS_AT_ONCE,
     Learning,
-    LearntBefore,
 )
-from sglang_hybrid.core.records.nodes import Clock
-from sglang_hybrid.core.returns.history import History
+from sglang_hybrid.extensions.disk.learnt_file import save
 from sglang_hybrid.serving.tenants import TenantNames
-from sglang_hybrid.storage.disk.folder import RankFolder
-from sglang_hybrid.storage.disk.learnt_file import save
-from tests.storage.test_learnt_file import expectations, serve, taught
+from tests.extensions.disk.test_learnt_file import expectations, serve, taught
 
 
 class Watch:

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_hybrid.replay.simulation.traces.formats import read_trace
-from sglang_hybrid.replay.simulation.traces.lines import Reading
-from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
+from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
 from sglang_hybrid.serving.config import HybridConfig
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes

@@ -12,10 +12,10 @@ import pytest
 from sglang_hybrid.cache.split_watch import FIRST, SplitWatch
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Spec
+from sglang_hybrid.extensions.disk.split_file import read_split
+from sglang_hybrid.extensions.disk.tier_folder import TIER, make_tier, tier_lock
 from sglang_hybrid.serving.advice import ServerSetup
-from sglang_hybrid.storage.disk.split_file import read_split
-from sglang_hybrid.storage.disk.tier_folder import TIER, make_tier, tier_lock
-from tests.replay.simulation.tuner.traffic import COST, conversations, window
+from tests.extensions.lab.simulation.tuner.traffic import COST, conversations, window
 from tests.serving.test_advice import DEFAULT
 
 SPARE = 3

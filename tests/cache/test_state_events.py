@@ -18,8 +18,8 @@ from sglang_hybrid.cache.resumable import READERS, ResumableView
 from sglang_hybrid.core.tiers.places import tiers_of
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.explain.messages import ResumableReq
-from sglang_hybrid.replicas.index import ReplicaIndex
-from sglang_hybrid.replicas.wire import apply_events, decode_batch
+from sglang_hybrid.extensions.router.index import ReplicaIndex
+from sglang_hybrid.extensions.router.wire import apply_events, decode_batch
 from sglang_hybrid.serving.tenants import tenant, tenant_names
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes

@@ -20,14 +20,13 @@ from sglang.srt.managers.scheduler_components.request_receiver import SchedulerR
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_hybrid.cache.learning import LearntBefore
 from sglang_hybrid.cache.step_messages import StepMessages
-from sglang_hybrid.core.returns.history import History
+from sglang_hybrid.core.returns.history import History, LearntBefore
 from sglang_hybrid.core.tiers.rates import Tier
-from sglang_hybrid.replay.simulation.tuner.recorder import PolicySwitch
-from sglang_hybrid.replay.simulation.tuner.tuner import Tuner
-from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.storage.disk.learnt_file import pack
+from sglang_hybrid.core.traffic.recorder import PolicySwitch
+from sglang_hybrid.extensions.disk.learnt_file import pack
+from sglang_hybrid.extensions.lab.simulation.tuner.tuner import Tuner
+from sglang_hybrid.extensions.lab.systems import Spec
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import build_tiered_cache

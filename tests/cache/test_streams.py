@@ -22,10 +22,10 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_hybrid.cache import host_tier
 from sglang_hybrid.cache.host_tier import HostTierCache
 from sglang_hybrid.cache.request import segments as modular
+from sglang_hybrid.cache.request.positions import shifted
 from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
 from sglang_hybrid.cache.tiers.background_copies import Offload
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
-from sglang_hybrid.prompts.endpoints.positions import shifted
 from sglang_hybrid.serving.requests.cache_fields import Imported
 from sglang_hybrid.serving.stored_keys import composed_key, segment_key
 from sglang_hybrid.storage.codecs import coded_rows
@@ -37,7 +37,7 @@ from tests.cache.pretended_gpu import PACKAGES, Gpu, OnDevice
 from tests.cache.pretended_server import PretendedServer, plainly, pretend, pretended_server
 from tests.cache.test_tiers import serve_at_random
 from tests.examples import seeds
-from tests.replay.simulation.tuner.traffic import conversations, requests, templates
+from tests.extensions.lab.simulation.tuner.traffic import conversations, requests, templates
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
 IN_SGLANGS_POOL = Sizes(states=7, kv=160, rows=6, context=128, **UNIFIED)

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES
-from sglang_hybrid.replay.simulation.tuner.recorder import PolicySwitch
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.core.traffic.recorder import PolicySwitch
+from sglang_hybrid.extensions.lab.simulation.tuner.candidates import CANDIDATES
+from sglang_hybrid.extensions.lab.systems import Spec
 from sglang_hybrid.serving.config import HybridConfig
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
-from tests.replay.simulation.tuner.traffic import run
+from tests.extensions.lab.simulation.tuner.traffic import run
 
 SIZES = {
     "states": Sizes(kv=600, states=8),

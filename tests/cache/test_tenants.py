@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.explain.explanation import Explanation
 from sglang_hybrid.explain.messages import ExplainReq
-from sglang_hybrid.replay.simulation.traces.line_formats import RecordedLine
+from sglang_hybrid.extensions.lab.simulation.traces.line_formats import RecordedLine
 from sglang_hybrid.serving.tenants import TenantNames, tenant, tenant_of
 from tests.cache.backends import POLICIES, options
 from tests.cache.driver import Server, Sizes

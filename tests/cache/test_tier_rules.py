@@ -20,7 +20,7 @@ from sglang_hybrid.core.tiers.rates import Link, Speeds, Tier
 from sglang_hybrid.explain.messages import ExplainReq
 from sglang_hybrid.explain.miss_report import MissReport
 from sglang_hybrid.explain.render import render
-from sglang_hybrid.platforms.cpu_ops import transfer_streams
+from sglang_hybrid.extensions.cpu.ops import transfer_streams
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import FAST, SLOW, TieredServer, set_speeds

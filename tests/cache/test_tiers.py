@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang_hybrid.cache.tiers.host_room import share_host_room
 from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Link, Tier
-from sglang_hybrid.platforms.cpu_ops import transfer_streams
+from sglang_hybrid.extensions.cpu.ops import transfer_streams
 from sglang_hybrid.serving.startup import StartupError
 from tests.cache import tiers
 from tests.cache.backends import options

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.models.tokenizer import CHAT_TEMPLATE, byte_alphabet
+from sglang_hybrid.extensions.cpu.models.tokenizer import CHAT_TEMPLATE, byte_alphabet
 
 LLAMA_3 = """\
 {{- bos_token -}}

@@ -19,7 +19,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries, learn_message_boundaries
-from sglang_hybrid.models.tokenizer import CHAT_TEMPLATE, write_tokenizer
+from sglang_hybrid.extensions.cpu.models.tokenizer import CHAT_TEMPLATE, write_tokenizer
 from tests.checkpoints.chat_templates import (
     ALWAYS_PROMPTED,
     CHATML,

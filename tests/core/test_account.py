@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_hybrid.cache.memory.granules import GranulePool, runs
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 from sglang_hybrid.core.memory.states import KEPT_TRANSITIONS, MemoryState, Monitor
+from sglang_hybrid.extensions.cpu.one_memory.granules import GranulePool, runs
 from tests.examples import seeds
 
 KV, STATES = MemoryKind.KV, MemoryKind.STATES

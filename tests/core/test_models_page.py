@@ -11,7 +11,7 @@ from sglang_hybrid.cache.tiers.measured_speeds import DISK, HOST_ON_ACCELERATOR,
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.costs.model_config import read_layers
 from sglang_hybrid.core.tiers.rates import Link
-from sglang_hybrid.models import ARCHITECTURES, ensure_tiny_model
+from sglang_hybrid.extensions.cpu.models import ARCHITECTURES, ensure_tiny_model
 from tests.reference import TWINS
 from tests.rehearsal.models import MODELS
 from tests.tables import table

@@ -16,7 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from sglang_hybrid.replicas.__main__ import parser
+from sglang_hybrid.extensions.router.program import parser
 from sglang_hybrid.serving.config import HybridConfig
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ class Missing:
         if name.partition(".")[0] in {others!r}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
-import sglang_hybrid.replicas.__main__, sglang_hybrid.replicas.fleet
+import sglang_hybrid.extensions.router.program, sglang_hybrid.extensions.router.fleet
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

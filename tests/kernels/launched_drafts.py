@@ -15,7 +15,7 @@ from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_update
 from sglang.kernels.ops.speculative import cache_locs, eagle, gather_spec_extras, spec_tree
 from test_cpu_ops_drafts import DeltaDraft, Draw, WindowDraft, chosen_candidates, drawn_links
 
-from sglang_hybrid.platforms.cpu_ops import (
+from sglang_hybrid.extensions.cpu.ops import (
     draft_steps,
     draft_trees,
     gated_delta,

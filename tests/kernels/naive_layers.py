@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from sglang_hybrid.platforms.cpu_ops import mamba2
+from sglang_hybrid.extensions.cpu.ops import mamba2
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, over: float = 1.0) -> nn.Parameter:

@@ -5,8 +5,8 @@ import importlib
 import pytest
 
 pytest.importorskip("sglang")
-binder = pytest.importorskip("sglang_hybrid.platforms.binder")
-bindings = pytest.importorskip("sglang_hybrid.platforms.cpu_ops.bindings")
+binder = pytest.importorskip("sglang_hybrid.extensions.cpu.binder")
+bindings = pytest.importorskip("sglang_hybrid.extensions.cpu.ops.bindings")
 
 
 def test_no_name_is_bound_twice():

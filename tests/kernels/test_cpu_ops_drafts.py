@@ -19,14 +19,14 @@ from torch import Tensor
 pytest.importorskip("sglang")
 from test_checkpoint_states import run
 
-from sglang_hybrid.kernels.attention import Rule, attention
-from sglang_hybrid.platforms.cpu_ops import (
+from sglang_hybrid.extensions.cpu.ops import (
     draft_steps,
     draft_trees,
     gated_delta,
     kimi_delta,
     mamba2,
 )
+from sglang_hybrid.kernels.attention import Rule, attention
 
 ROWS, NODES = 3, 5
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kernel_cases import FP32, Draw, assert_close, batches, bounds, few, seeds
 from torch.nn.functional import softplus
 
+from sglang_hybrid.extensions.cpu.ops import gated_delta
 from sglang_hybrid.kernels import naive
-from sglang_hybrid.platforms.cpu_ops import gated_delta
 
 K_HEADS, HEADS, K_DIM, V_DIM = 2, 4, 8, 6
 

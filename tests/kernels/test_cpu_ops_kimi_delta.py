@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kernel_cases import FP32, Draw, assert_close, batches, bounds, few, seeds
 from torch.nn.functional import softplus
 
+from sglang_hybrid.extensions.cpu.ops import kimi_delta
 from sglang_hybrid.kernels import naive
-from sglang_hybrid.platforms.cpu_ops import kimi_delta
 
 HEADS, K_DIM, V_DIM = 3, 8, 6
 bound = st.sampled_from([None, -5.0])

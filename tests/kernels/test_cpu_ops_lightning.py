@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import FP32, Draw, assert_close, batches, bounds, few, seeds
 
+from sglang_hybrid.extensions.cpu.ops import lightning
+from sglang_hybrid.extensions.cpu.ops.gated_delta import layernorm_fn
 from sglang_hybrid.kernels import naive
 from sglang_hybrid.kernels.checkpoint_states import Targets
-from sglang_hybrid.platforms.cpu_ops import lightning
-from sglang_hybrid.platforms.cpu_ops.gated_delta import layernorm_fn
 
 HEADS, SIZE, SLOTS = 3, 8, 12
 

@@ -8,8 +8,8 @@ from kernel_cases import BF16, FP32, Draw, assert_close
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-from sglang_hybrid.platforms import sizing
-from sglang_hybrid.platforms.cpu_ops import linear
+from sglang_hybrid.extensions.cpu import sizing
+from sglang_hybrid.extensions.cpu.ops import linear
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import FP32, Draw, assert_close, batches, bounds, few, seeds
 
+from sglang_hybrid.extensions.cpu.ops import mamba1, mamba2, tracking
+from sglang_hybrid.extensions.cpu.ops import states as pool_states
+from sglang_hybrid.extensions.cpu.ops.mamba2 import PAD_SLOT_ID
 from sglang_hybrid.kernels import naive
-from sglang_hybrid.platforms.cpu_ops import mamba1, mamba2, tracking
-from sglang_hybrid.platforms.cpu_ops import states as pool_states
-from sglang_hybrid.platforms.cpu_ops.mamba2 import PAD_SLOT_ID
 
 HEADS, GROUPS, WIDTH, SIZE = 4, 2, 8, 4
 

@@ -7,7 +7,7 @@ import torch
 from kernel_cases import FP32, Draw, assert_close
 from torch.nn.functional import silu
 
-from sglang_hybrid.platforms.cpu_ops import moe
+from sglang_hybrid.extensions.cpu.ops import moe
 
 
 def case(d, activation, is_gated, scale, limit=None):

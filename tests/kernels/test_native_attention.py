@@ -7,10 +7,10 @@ import sglang.srt.platforms  # noqa: F401 (finds our platform; that cannot be im
 import torch
 from torch import Tensor
 
+from sglang_hybrid.extensions.cpu.native import attention as native
+from sglang_hybrid.extensions.cpu.native.library import library
 from sglang_hybrid.kernels import naive
 from sglang_hybrid.kernels.attention import Rule
-from sglang_hybrid.platforms.native import attention as native
-from sglang_hybrid.platforms.native.library import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 

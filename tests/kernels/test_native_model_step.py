@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from sglang_hybrid.extensions.cpu.native.attention import Sequences
+from sglang_hybrid.extensions.cpu.native.library import library
+from sglang_hybrid.extensions.cpu.native.model_step import (
+    Activation,
+    LayerWiring,
+    NativeModel,
+    Unserved,
+)
 from sglang_hybrid.kernels.attention import Rule
-from sglang_hybrid.platforms.native.attention import Sequences
-from sglang_hybrid.platforms.native.library import library
-from sglang_hybrid.platforms.native.model_step import Activation, LayerWiring, NativeModel, Unserved
 from tests.kernels.naive_layers import (
     Cache,
     Layer,

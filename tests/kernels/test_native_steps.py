@@ -9,8 +9,8 @@ import sglang.srt.platforms  # noqa: F401 (finds our platform; that cannot be im
 import torch
 from torch import Tensor
 
-from sglang_hybrid.platforms.native import steps
-from sglang_hybrid.platforms.native.library import library
+from sglang_hybrid.extensions.cpu.native import steps
+from sglang_hybrid.extensions.cpu.native.library import library
 from tests.kernels.naive_layers import Cache, Layer, Mixer, mixer_by_torch
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import pytest
 
+from sglang_hybrid.extensions.schemas.declared.resolve import read_prompt, resolve
+from sglang_hybrid.extensions.schemas.declared.schema import read_schema
 from sglang_hybrid.prompts.python import PythonSchema, schema
-from sglang_hybrid.prompts.schemas.resolve import read_prompt, resolve
-from sglang_hybrid.prompts.schemas.schema import read_schema
 
 
 @schema(role="system")

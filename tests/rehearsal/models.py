@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sglang_hybrid.models import ensure_tiny_model
+from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 
 Config = dict[str, Any]
 

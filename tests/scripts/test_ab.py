@@ -11,7 +11,7 @@ from scripts.bench.forced import ForcedAnswer
 from scripts.bench.measured import Configuration, Result
 from scripts.bench.pairs import against_the_first
 from scripts.bench.traffic import Outcome
-from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.core.traffic.requests import Request
 
 
 def request(session: int) -> Request:

@@ -9,7 +9,7 @@ import numpy as np
 from scripts.bench.queue_rows import jittered
 from scripts.bench.schedule_replay import Served, middle, missed, mostly_met
 from sglang_hybrid.core.queue.waiting import Bound
-from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.core.traffic.requests import Request
 
 TOKENS = np.arange(10, dtype=np.int32)
 BEGUN = (0.0, 10.0, 20.0)

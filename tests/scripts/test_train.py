@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from scripts.train.chats import Conversations
 from scripts.train.facts import Fact, collect, first_sentence
 from scripts.train.model import NemotronH
-from sglang_hybrid.models import build_tiny_model
-from sglang_hybrid.models.architectures.nemotron_h import SIZES
-from sglang_hybrid.models.tokenizer import build_tokenizer
+from sglang_hybrid.extensions.cpu.models import build_tiny_model
+from sglang_hybrid.extensions.cpu.models.architectures.nemotron_h import SIZES
+from sglang_hybrid.extensions.cpu.models.tokenizer import build_tokenizer
 
 FACTS = [
     Fact("json.dumps", "function", "Serialize obj to a string."),

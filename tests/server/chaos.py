@@ -139,7 +139,7 @@ class Chaos:
         while time.monotonic() < until:
             for process in self.server.processes():
                 with suppress(psutil.Error):
-                    if "sglang_hybrid.replay.simulation.workers" in process.cmdline():
+                    if "sglang_hybrid.extensions.lab.simulation.workers" in process.cmdline():
                         process.kill()
                         self._note("worker killed")
                         return

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import requests
 
-from sglang_hybrid.replicas import Replicas
+from sglang_hybrid.extensions.router import Replicas
 from sglang_hybrid.serving.server_process import ServerProcess
 
 TOLERANCE = 1e-3

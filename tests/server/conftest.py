@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
-from sglang_hybrid.models import build_tiny_model
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models import build_tiny_model
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess, event_flags
 from tests.server.client import RECORD_KEY, Serve, flush
 from tests.server.divided import Divide, Divided

@@ -11,7 +11,7 @@ import torch
 import wrapt
 
 from sglang_hybrid import launch_server
-from sglang_hybrid.platforms.cpu_ops import draft_steps
+from sglang_hybrid.extensions.cpu.ops import draft_steps
 
 right = draft_steps.scatter_accepted_states
 LEAK = os.environ["LEAK"]

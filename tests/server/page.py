@@ -7,8 +7,8 @@ from typing import Any
 
 
 def large_tree(nodes: int) -> list[list[Any]]:
-    """Rows (explain/page/follower.py) of a tree of so many nodes below the root: conversations of
-    several tenants that fork.
+    """Rows (page/follower.py) of a tree of so many nodes below the root: conversations of several
+    tenants that fork.
     """
     source = random.Random(0)
     rows: list[list[Any]] = [[0, -1, 0, "", "", 0, 0.0, 0.0, 0, -1, None]]

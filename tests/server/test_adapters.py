@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.explain.prompt_route import PREFIX
-from sglang_hybrid.replicas import Replicas
+from sglang_hybrid.extensions.router import Replicas
 from sglang_hybrid.serving.server_process import event_flags
 from tests.reference import Reference
 from tests.server.client import (

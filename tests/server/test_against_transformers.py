@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.models import ARCHITECTURES
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models import ARCHITECTURES
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import Serve, cached
 from tests.server.expected import Expected, agree, conversations_agree, expect

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import requests
 
-from sglang_hybrid.storage.disk.split_file import read_split, split_path
+from sglang_hybrid.extensions.disk.split_file import read_split, split_path
 from tests.server.client import Serve, ask, cached, hybrid_cache, random_prompt, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_hybrid.models import ARCHITECTURES
+from sglang_hybrid.extensions.cpu.models import ARCHITECTURES
 from tests.reference import Reference
 from tests.server.client import Serve, ask, cached, flush, logprobs, prompt_logprobs, random_prompt
 

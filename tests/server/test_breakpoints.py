@@ -13,7 +13,7 @@ import pytest
 import requests
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import flush, hybrid_cache, until
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.replay.simulation.traces.line_formats import RecordedLine
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.lab.simulation.traces.line_formats import RecordedLine
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.chaos import Chaos, Clients
 from tests.server.client import Serve, alive, random_prompt, said, until

@@ -17,8 +17,8 @@ import pytest
 import requests
 import sglang as sgl
 
-from sglang_hybrid.models import ARCHITECTURES
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models import ARCHITECTURES
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerFailed
 from tests.server.client import (
     Serve,

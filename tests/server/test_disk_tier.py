@@ -17,11 +17,13 @@ import psutil
 import pytest
 import requests
 
-from sglang_hybrid.models import build_tiny_model
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models import build_tiny_model
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.disk.folder import RankFolder
+from sglang_hybrid.extensions.disk.store_start import open_store
 from sglang_hybrid.serving.server_process import ServerProcess
-from sglang_hybrid.storage.disk.folder import RankFolder
-from sglang_hybrid.storage.disk.store_start import open_store
+from tests.extensions.disk.foreign import checksum, home, outside
+from tests.extensions.disk.objects import put
 from tests.server.client import (
     Serve,
     ask,
@@ -33,8 +35,6 @@ from tests.server.client import (
     until,
 )
 from tests.server.one_memory import SGLANGS_POOL
-from tests.storage.foreign import checksum, home, outside
-from tests.storage.objects import put
 
 FLAGS = (
     *("--max-total-tokens", "4000", "--max-mamba-cache-size", "16", "--enable-cache-report"),

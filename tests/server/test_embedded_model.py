@@ -10,7 +10,7 @@ import requests
 
 from scripts.train.chats import below
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.models.test_trained import DOCUMENT, SAYS
+from tests.extensions.cpu.models.test_trained import DOCUMENT, SAYS
 
 WEATHER = {
     "type": "object",

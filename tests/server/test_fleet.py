@@ -12,9 +12,9 @@ import psutil
 import pytest
 import requests
 
-from sglang_hybrid.models import build_tiny_model
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.replicas import Replicas, Resumable
+from sglang_hybrid.extensions.cpu.models import build_tiny_model
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.router import Replicas, Resumable
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import greedy, random_prompt, until
 

@@ -19,9 +19,9 @@ import requests
 import torch
 from PIL import Image
 
-from sglang_hybrid.models.tokenizer import VISION_IDS, VOCAB_SIZE
-from sglang_hybrid.platforms.images import PillowProcessor
-from sglang_hybrid.replicas import Replicas
+from sglang_hybrid.extensions.cpu.images import PillowProcessor
+from sglang_hybrid.extensions.cpu.models.tokenizer import VISION_IDS, VOCAB_SIZE
+from sglang_hybrid.extensions.router import Replicas
 from sglang_hybrid.serving.server_process import ServerProcess, event_flags
 from tests.reference import load_reference
 from tests.server.client import TOLERANCE, Serve, cached, flush, logprobs, said, same

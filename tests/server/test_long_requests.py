@@ -13,7 +13,7 @@ import psutil
 import pytest
 import requests
 
-from sglang_hybrid.models.lexicon import common_words
+from sglang_hybrid.extensions.cpu.models.lexicon import common_words
 from sglang_hybrid.serving.requests.long_requests import IN_MEMORY, UNBOUNDED
 from tests.server.client import Serve, ask, greedy, random_prompt, until
 

@@ -12,10 +12,10 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_hybrid.prompts.schemas.modular import Layout, ModularPrompt, modular
-from sglang_hybrid.prompts.schemas.resolve import read_prompt, resolve
-from sglang_hybrid.prompts.schemas.schema import read_schema
-from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
+from sglang_hybrid.extensions.schemas.declared.modular import Layout, ModularPrompt, modular
+from sglang_hybrid.extensions.schemas.declared.resolve import read_prompt, resolve
+from sglang_hybrid.extensions.schemas.declared.schema import read_schema
+from sglang_hybrid.extensions.schemas.declared.tokens import PromptTokenizer
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import TOLERANCE, flush, logprobs
 

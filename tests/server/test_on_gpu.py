@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_hybrid.models import ARCHITECTURES
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models import ARCHITECTURES
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from tests.server.client import (
     Serve,
     ask,

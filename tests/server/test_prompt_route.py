@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from sglang_hybrid.explain.prompt_route import PREFIX, ROUTES
-from sglang_hybrid.replicas import Replicas
+from sglang_hybrid.extensions.router import Replicas
 from tests.server.client import greedy, random_prompt, settle, until
 from tests.tenant_routes import PROMPTS
 

@@ -17,7 +17,7 @@ import zmq
 from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
-from sglang_hybrid.replicas import Replicas, tenant_name
+from sglang_hybrid.extensions.router import Replicas, tenant_name
 from sglang_hybrid.serving.server_process import event_flags
 from tests.server.client import RECORD_KEY, Serve, greedy, random_prompt, settle, until
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.prompts import schemas
+from tests.extensions.schemas import schemas
 from tests.server.test_schemas import pupil, register, send
 
 TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-backend", "file")

@@ -12,7 +12,7 @@ import openai
 import pytest
 import requests
 
-from tests.prompts import schemas
+from tests.extensions.schemas import schemas
 from tests.server.client import TOLERANCE, flush, hybrid_cache, logprobs
 
 SAMPLING = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}

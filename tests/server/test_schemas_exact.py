@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.models import ARCHITECTURES
+from sglang_hybrid.extensions.cpu.models import ARCHITECTURES
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.prompts import schemas
+from tests.extensions.schemas import schemas
 from tests.server.client import TOLERANCE, flush, logprobs
 from tests.server.test_schemas import pupil, register, send
 

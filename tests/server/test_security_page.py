@@ -21,21 +21,21 @@ import requests
 
 from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import PromptHints
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests import test_keys
 from tests.cache import test_learning, test_state_events
 from tests.cache import test_tenants as on_the_tree
 from tests.core import test_prefix_ranks
-from tests.replay.simulation import test_parity
-from tests.replay.simulation.tuner import test_trace_file
-from tests.replicas import test_index, test_picker
+from tests.extensions.disk import test_shared_store, test_split_file, test_uses_file
+from tests.extensions.lab.simulation import test_parity
+from tests.extensions.lab.simulation.tuner import test_trace_file
+from tests.extensions.router import test_index, test_picker
 from tests.server import test_adapters, test_images, test_modular, test_page, test_prompt_route
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
 from tests.serving import test_images as test_serving_images
-from tests.storage import test_shared_store, test_split_file, test_uses_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 SALT, KEY = "salt-of-a-91bc", "key-of-a-7f3a"

@@ -26,7 +26,7 @@ from sglang.test.kits.radix_cache_server_kit import run_radix_attention_test
 from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 from sglang.test.kl_multiturn_utils import make_mamba_decode_assert, make_mamba_prefill_assert
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from tests.server.client import Serve, flush, random_prompt
 
 pytestmark = pytest.mark.slow

@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 import requests
 
+from sglang_hybrid.extensions.disk.folder import KEY_VARIABLE
 from sglang_hybrid.serving.server_process import ServerProcess, free_port
-from sglang_hybrid.storage.disk.folder import KEY_VARIABLE
 from tests.server.client import (
     Serve,
     answer,

@@ -70,7 +70,7 @@ seen, with five objects of one type each."""
 RECORDS = {
     "sglang_hybrid.core.returns.answers.Answer",
     "sglang_hybrid.core.returns.history_tree.HistoryNode",
-    "sglang_hybrid.replay.simulation.tuner.recorder.Finished",
+    "sglang_hybrid.core.traffic.recorder.Finished",
     "sglang_hybrid.core.server_settings.Split",  # the room that a finished request left
 }
 """What is kept of requests by design, up to a number or a number of bytes."""

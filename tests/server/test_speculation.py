@@ -15,7 +15,7 @@ from statistics import fmean, median
 import pytest
 import requests
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import Serve, ask, flush, random_prompt, said, same
 from tests.server.draft_heads import SAID, Headed, question

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import PromptHints
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.requests import kv_hints
 from tests.server.client import (
     Serve,

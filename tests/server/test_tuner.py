@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES
+from sglang_hybrid.extensions.lab.simulation.tuner.candidates import CANDIDATES
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.replay.simulation.tuner.traffic import POOLS, bursts, conversations, templates
+from tests.extensions.lab.simulation.tuner.traffic import POOLS, bursts, conversations, templates
 from tests.server.client import Serve, ask, completed, hybrid_cache, random_prompt, said, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -52,7 +52,7 @@ def workers(server: ServerProcess) -> list[psutil.Process]:
     found = []
     for process in server.processes():
         try:
-            if "sglang_hybrid.replay.simulation.workers" in process.cmdline():
+            if "sglang_hybrid.extensions.lab.simulation.workers" in process.cmdline():
                 found.append(process)
         except psutil.Error:
             continue

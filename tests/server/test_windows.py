@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.models import build_tiny_model
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.cpu.models import build_tiny_model
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import CHECKED, ask, cached, cold, random_prompt, said, same
 from tests.server.test_checkpoints import (

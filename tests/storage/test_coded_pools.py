@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost, get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
+from sglang_hybrid.extensions.cpu.binder import bind_on_import
 from sglang_hybrid.hooks.pools import smaller_kv, smaller_latents
-from sglang_hybrid.platforms.binder import bind_on_import
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_pools import CodecRefused, coded_state_pool

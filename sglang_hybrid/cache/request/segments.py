@@ -1,6 +1,6 @@
 """Prompts that are put together from segments: the KV of each is in the tree under a key of its own
-(`prompts/schemas/modular.py` says why, `serving/requests/cache_fields.py` how a request names
-them).
+(`extensions/schemas/declared/modular.py` says why, `serving/requests/cache_fields.py` how a request
+names them).
 
 Before such a prompt is looked up, its segments' KV is copied to the beginning of a path of its own;
 on a GPU by the stream of the forwards, after what they and loads still write.

@@ -6,10 +6,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.serving.ranks import AnotherRankFailed, Ranks
-from sglang_hybrid.storage.codecs.calibration import calibrate
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
-from sglang_hybrid.storage.codecs.probe import Probe
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -29,6 +27,9 @@ def choose_codecs(options: HybridConfig, context: TreeCacheBuildContext) -> Code
     """
     if not options.hybrid_tier_error:
         return CodecPlan.uniform(Codec(options.hybrid_tier_codec))
+    from sglang_hybrid.storage.codecs.calibration import calibrate
+    from sglang_hybrid.storage.codecs.probe import Probe
+
     if context.params.pp_size > 1:
         logger.warning(
             "sglang_hybrid: copies stay exact, because no stage of a pipeline can measure alone "

@@ -12,7 +12,6 @@ from sglang.srt.runtime_context import get_memory
 from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.preflight import check_host_room
 from sglang_hybrid.serving.startup import StartupError
 
 if TYPE_CHECKING:
@@ -64,4 +63,6 @@ def share_host_room(cache: SglangCache, cost: CostModel) -> None:
         ratio = memory.hicache_ratio
         asked = ratio * (kv_pool.host_capacity_bytes + pool.host_capacity_bytes)
         asked /= cache.pp_size  # `cost` counts the layers of all stages
+        from sglang_hybrid.serving.preflight import check_host_room
+
         check_host_room(f"--hicache-ratio {ratio:g}", asked, host_memory_budget_bytes())

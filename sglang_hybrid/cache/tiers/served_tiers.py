@@ -68,5 +68,5 @@ def served_tiers(cache: TieredCache) -> ServedTiers | None:
 def disk_of(cache: object) -> Store | None:
     """The store of the disk tier, if there is one by now."""
     backend = getattr(getattr(cache, "cache_controller", None), "storage_backend", None)
-    store: Store | None = getattr(backend, "store", None)  # storage/file_backend.py
+    store: Store | None = getattr(backend, "store", None)  # extensions/disk/file_backend.py
     return store

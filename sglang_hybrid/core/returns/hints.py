@@ -9,7 +9,7 @@ reads by it, and traces have hints of sessions as their text (`Hint.parse`).
     hybrid.session     whether another request follows in the session, and when (`Hint`)
     hybrid.exact       only what comes from exact copies may be hit
     hybrid.prewarm     the prompt is computed and nothing generated (`read_rate`)
-    hybrid.import      the prompt begins with modules of a schema (prompts/endpoints/actions.py)
+    hybrid.import      the prompt begins with modules of a schema (schemas/endpoints/actions.py)
 
 A position counts tokens from the start of the prompt. What is wrong with a hint is a ValueError
 with one sentence that names the field, its value and what it may be.
@@ -41,7 +41,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     EXACT: (),
 }
 """The fields that the payload of an action may have; those of a schema are in
-prompts/endpoints/chat.py.
+extensions/schemas/endpoints/chat.py.
 """
 
 MOST_POSITIONS: Final = 16

@@ -105,6 +105,16 @@ class Learnt:
     answers: dict[str, LearntAnswers] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class LearntBefore:
+    """What an earlier server has learnt, as all ranks get it. content: of the file, as
+    extensions/disk/learnt_file.py packs it. key: of tenants' names in it.
+    """
+
+    content: bytes
+    key: bytes
+
+
 class History:
     """All recent sequences. The reuse index learns from them.
 

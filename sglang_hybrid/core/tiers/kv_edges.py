@@ -24,7 +24,9 @@ class KvEdges:
     A node has a slot from `put` until `drop`. The root has one, too; its KV is always kept.
 
     Args:
-        tier, scarce, cost: those of the pool that chooses victims in the tier.
+        tier: whose pool chooses victims.
+        scarce: what that pool is short of.
+        cost: bytes of KV and states in the tier.
     """
 
     HAS_KV: Final = 1

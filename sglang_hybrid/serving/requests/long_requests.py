@@ -258,7 +258,7 @@ class _Reader:
 
 
 def _give_back_freed_memory() -> None:
-    """The C library would keep it (platforms/memory.py); one without `malloc_trim` does."""
+    """The C library would keep it (serving/host_memory.py); one without `malloc_trim` does."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

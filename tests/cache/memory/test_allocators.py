@@ -13,14 +13,14 @@ pytest.importorskip("sglang")
 
 from sglang.srt.utils import rank_consensus_checker  # noqa: E402
 
-from sglang_hybrid.cache.memory.allocators import (  # noqa: E402
+from sglang_hybrid.cache.memory.shared import SharedBudget  # noqa: E402
+from sglang_hybrid.core.memory.account import Account, MemoryKind  # noqa: E402
+from sglang_hybrid.extensions.cpu.one_memory.allocators import (  # noqa: E402
     OneMemoryPages,
     OneMemorySlots,
     OneMemoryTokens,
 )
-from sglang_hybrid.cache.memory.granules import GranulePool  # noqa: E402
-from sglang_hybrid.cache.memory.shared import SharedBudget  # noqa: E402
-from sglang_hybrid.core.memory.account import Account, MemoryKind  # noqa: E402
+from sglang_hybrid.extensions.cpu.one_memory.granules import GranulePool  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_hybrid.cache.memory.pages import (
+from sglang_hybrid.extensions.cpu.one_memory.pages import (
     PAGE,
     Planes,
     Reserved,

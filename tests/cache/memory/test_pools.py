@@ -10,9 +10,9 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
-from sglang_hybrid.cache.memory.pages import PAGE, Reserved
-from sglang_hybrid.cache.memory.pools import OneMemory
 from sglang_hybrid.core.memory.account import MemoryKind
+from sglang_hybrid.extensions.cpu.one_memory.pages import PAGE, Reserved
+from sglang_hybrid.extensions.cpu.one_memory.pools import OneMemory
 
 TOKEN_BYTES = 2 * 16 * 4
 """Keys and values of one layer, 16 values of float32 each."""

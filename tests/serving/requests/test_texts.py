@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.models.tokenizer import SPECIAL_TOKENS, build_tokenizer
+from sglang_hybrid.extensions.cpu.models.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from sglang_hybrid.serving.requests.texts import (
     UNKNOWN_BYTES,
     check_text,

@@ -1,0 +1,19 @@
+"""How the product reaches an extension: by name, when it is first asked for.
+
+No file of the product imports one (pyproject.toml has the contract), so what is not asked for is
+neither loaded nor can it break anybody.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def extension(name: str) -> Any:
+    """A module of `sglang_hybrid.extensions` by its name there, as "disk.learning".
+
+    tests/test_loaded.py checks that each one exists that the product names, and has what is taken
+    from it.
+    """
+    return import_module(f"sglang_hybrid.extensions.{name}")

@@ -1,0 +1,1 @@
+"""Requests that have ended, as they are remembered and replayed."""

@@ -1,0 +1,158 @@
+"""Which objects are in which files, and which files are worth most.
+
+How soon a file is used again is learnt by class (core/returns/reuse.py): a class is what a file
+holds (states or KV), how often it was used, and the interval before its last use. All files of a
+kind have the same worth per byte when they are used, so the order of their worth is that of their
+expected uses per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sglang_hybrid.core.returns.hazards import reuse_class_of
+from sglang_hybrid.core.returns.reuse import ReuseIndex
+from sglang_hybrid.extensions.disk.object_file import Header
+from sglang_hybrid.extensions.disk.uses_file import Uses
+
+ONE_USE = 60.0
+"""Seconds: uses of a file within them count as one, as the look-ups and reads of one request do."""
+
+
+@dataclass(slots=True, eq=False)
+class StoredFile:
+    """A whole file. last_use: in seconds since the epoch. touched: the last use that the file
+    system knows. uses: how often the file was used again. interval_bucket: of the interval before
+    the last of these uses. interval_id: of the open interval in the reuse index.
+    """
+
+    path: Path
+    header: Header
+    last_use: float
+    touched: float
+    uses: int = 0
+    interval_bucket: int = 0
+    interval_id: int = -1
+
+    @property
+    def reuse_class(self) -> int:
+        return reuse_class_of(int(self.header.kind != "kv"), 1, self.uses, self.interval_bucket)
+
+
+class ObjectIndex:
+    """Files by path, and their objects by name. The caller locks. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._objects: dict[bytes, tuple[StoredFile, int]] = {}
+        self._files: dict[Path, StoredFile] = {}
+        self._intervals = ReuseIndex(unit=1.0)
+        self._knows_uses = False  # some file is known to have been used again
+        self._before: dict[bytes, tuple[int, int]] = {}  # uses and bucket, of files not yet found
+
+    @property
+    def objects(self) -> int:
+        """How many objects there are."""
+        return len(self._objects)
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self._files
+
+    def find(self, name: bytes) -> tuple[StoredFile, int] | None:
+        """The file of an object, and the object's number in it."""
+        return self._objects.get(name)
+
+    def files(self) -> list[StoredFile]:
+        return list(self._files.values())
+
+    def files_by_value(self, now: float) -> list[StoredFile]:
+        """All files, the one that is expected to be used least often first. Of equals the longest
+        unused is first; of files that were used at the same time, the one that was written last.
+        """
+        return self._by_rate(now, lambda rate, it: (rate, it.last_use, -it.header.written))
+
+    def warmest(self, now: float) -> list[StoredFile]:
+        """All files, the one that is expected to be used most often first. Of equals, and where no
+        use is known, the one that was used last is first; within the same minute states come
+        before KV.
+        """
+        return self._by_rate(
+            now if self._knows_uses else None,
+            lambda rate, it: (
+                *(-rate, -int(it.last_use / 60)),
+                *(it.header.kind == "kv", -it.last_use),
+            ),
+        )
+
+    def _by_rate(
+        self, now: float | None, key: Callable[[float, StoredFile], tuple[float, ...]]
+    ) -> list[StoredFile]:
+        """All files, sorted by a key of their expected uses per second (0 if `now` is None)."""
+        files = self.files()
+        rates = np.zeros(len(files))
+        if files and now is not None:
+            self._intervals.on_request(now)
+            classes = np.array([file.reuse_class for file in files], dtype=np.int64)
+            ages = np.array([max(0.0, now - file.last_use) for file in files])
+            rates = self._intervals.weights(classes, ages)[0]
+        order = sorted(zip(rates.tolist(), files, strict=True), key=lambda pair: key(*pair))
+        return [file for _, file in order]
+
+    def uses(self) -> Uses:
+        """How often files were used again, and what that tells of others. Changes nothing."""
+        again = [file for file in self.files() if file.uses]
+        return Uses(
+            self._intervals.export(),
+            b"".join(file.header.names[0] for file in again),
+            np.array([file.uses for file in again], dtype=np.int64),
+            np.array([file.interval_bucket for file in again], dtype=np.int64),
+        )
+
+    def restore(self, uses: Uses) -> None:
+        """Begin with what was known before a restart: of files that are added from now on, and of
+        classes unless some interval was observed already.
+        """
+        self._before = uses.of_file()
+        if not self._intervals.has_observed:
+            self._intervals.restore(uses.classes)
+            self._knows_uses = True
+
+    def on_use(self, file: StoredFile, now: float) -> None:
+        """Something of a file was looked up, read or written again."""
+        current = self._files.get(file.path) is file
+        if current and now - self._intervals.since(file.interval_id) > ONE_USE:
+            interval = self._intervals.on_return(file.interval_id, now)
+            file.uses += 1
+            file.interval_bucket = self._intervals.interval_bucket(interval)
+            self._intervals.reclass(file.interval_id, file.reuse_class)
+            self._intervals.on_request(now)
+            self._knows_uses = True
+        file.last_use = now
+
+    def add(self, path: Path, header: Header, last_use: float) -> None:
+        """A file is there now, instead of an earlier one of this path."""
+        if path in self._files:
+            self.drop(self._files[path])
+        before = self._before.pop(header.names[0], (0, 0))
+        file = self._files[path] = StoredFile(path, header, last_use, last_use, *before)
+        file.interval_id = self._intervals.open(file.reuse_class, last_use)
+        self.bytes += header.file_bytes
+        for number, name in enumerate(header.names):
+            self._objects.setdefault(name, (file, number))
+
+    def drop(self, file: StoredFile) -> bool:
+        """A file is there no more. Returns whether it was the one of its path until now."""
+        current = self._files.get(file.path) is file
+        if current:
+            del self._files[file.path]
+            self._intervals.close(file.interval_id)
+            self.bytes -= file.header.file_bytes
+        for name in file.header.names:
+            found = self._objects.get(name)
+            if found is not None and found[0] is file:
+                del self._objects[name]
+        return current

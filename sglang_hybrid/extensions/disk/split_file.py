@@ -1,0 +1,83 @@
+"""The split of memory that a server's traffic asked for, as a file in the disk tier's folder, or
+beside its recording.
+
+A server with two pools writes it (cache/split_watch.py); the next one with the same model and flags
+divides its memory so, unless a flag says otherwise (cache/resolution.py). It holds sums over all
+requests, and nothing of any of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from sglang_hybrid.extensions.disk.folder import disk_folder
+from sglang_hybrid.extensions.disk.other_models import identity_of
+from sglang_hybrid.extensions.disk.own_files import read_file, write_file
+from sglang_hybrid.extensions.disk.tier_folder import TIER, is_tier
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import SHARED
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".split"
+MOST_BYTES = 4_096
+_FLAGS = ("model_path", "revision", "tp_size", "dp_size", "enable_dp_attention", "context_length")
+"""Server arguments by which the best split may differ."""
+
+
+class LearntSplit(msgspec.Struct, frozen=True):
+    """states_to_kv: bytes of states for each byte of KV. hits, hits_now: shares of the prompt
+    tokens of `requests` that would have been hit with it, and with the split that there was.
+    """
+
+    states_to_kv: Annotated[float, msgspec.Meta(gt=0, le=1e3)]
+    hits: float
+    hits_now: float
+    requests: int
+
+
+def split_path(server_args: Any) -> Path | None:
+    """Where a server with these arguments (SGLang's) keeps its split: in the folder of its disk
+    tier, or beside its recording (`--hybrid-record`); None without either on its own machine, and
+    where several machines, which might differ, have to divide alike.
+    """
+    it, options = server_args, HybridConfig.from_environment()
+    if it.nnodes > 1:
+        return None
+    file = identity_of({flag: getattr(it, flag) for flag in _FLAGS}) + SUFFIX
+    if it.enable_hierarchical_cache and it.hicache_storage_backend == "file":
+        named = options.hybrid_disk_folder
+        if not named.startswith(SHARED):
+            try:
+                extra = json.loads(it.hicache_storage_backend_extra_config or "{}")
+            except ValueError:
+                return None
+            return disk_folder(named, extra) / TIER / file
+    return Path(f"{options.hybrid_record}.{file}") if options.hybrid_record else None
+
+
+def read_split(path: Path) -> LearntSplit | None:
+    """What was written there; None where there is nothing, or nothing that can be read."""
+    try:
+        return msgspec.json.decode(read_file(path, MOST_BYTES), type=LearntSplit)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else "its content cannot be read"
+        logger.warning("sglang_hybrid: the split in %s is not used: %s.", path, why)
+        return None
+
+
+def write_split(path: Path, split: LearntSplit) -> None:
+    """Write it: beside a recording, or where the disk tier has its folder."""
+    if path.parent.name == TIER and not is_tier(path.parent):
+        return
+    try:
+        write_file(path, msgspec.json.encode(split))
+    except OSError as error:
+        logger.warning("sglang_hybrid: %s cannot be written (%s).", path, error.strerror)

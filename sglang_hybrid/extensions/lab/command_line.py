@@ -1,0 +1,369 @@
+"""The command line of `python -m sglang_hybrid.replay`: its options, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
+from sglang_hybrid.core.named_files import read_json
+from sglang_hybrid.core.programs import (
+    MOST_PROCESSES,
+    MOST_SECONDS,
+    Parser,
+    UsageError,
+    number,
+    read_by,
+    whole,
+)
+from sglang_hybrid.core.sentences import plain, shown
+from sglang_hybrid.core.server_settings import Budget, Serving, Split
+from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.lab.runner import Job
+from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER, PrefillTime
+from sglang_hybrid.extensions.lab.simulation.replicas import ROUTERS
+from sglang_hybrid.extensions.lab.simulation.shared_store import StoreBudget
+from sglang_hybrid.extensions.lab.simulation.sizes import parse_bytes
+from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets
+from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Azure, Draw
+from sglang_hybrid.extensions.lab.simulation.traces.declared_hints import KINDS as HINTS
+from sglang_hybrid.extensions.lab.simulation.traces.declared_hints import with_hints
+from sglang_hybrid.extensions.lab.simulation.traces.formats import FORMATS, read_trace
+from sglang_hybrid.extensions.lab.simulation.traces.generators import KINDS, generate, traffic
+from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading, Skipped
+from sglang_hybrid.extensions.lab.simulation.tuner.tuned import SYSTEMS as TUNED
+from sglang_hybrid.extensions.lab.systems import smallest_budget
+
+ONE_MEMORY = "one"
+TIER_POLICIES = "hicache,lru,reuse,clairvoyant,unbounded"
+DEFAULT_POLICIES = "none,vllm+,sglang+,sglang,lru,marconi-best,reuse,clairvoyant,unbounded"
+REPLICATED_POLICIES = "sglang,lru,reuse"
+WITHOUT_TREES = ("none", "vllm+", *TUNED)
+
+MOST_SESSIONS = 100_000
+MOST_REPLICAS = 1_000
+MOST_SEED = 2**64 - 1
+MOST_POOL = 2**48
+"""Tokens or slots of a pool."""
+
+PROFILES = {"paper-7b": CostModel.paper_7b}
+
+
+def parser() -> argparse.ArgumentParser:
+    command = Parser(
+        prog="python -m sglang_hybrid.replay",
+        description="Replays a request trace through the server's cache, without a model. `avmp` "
+        "in the place of a trace compares memory of running requests, as the AVMP paper does.",
+    )
+    add = command.add_argument_group("traffic").add_argument
+    add("trace", nargs="?", type=Path, help="a trace, gzip or not; the format is recognised")
+    add("--format", metavar="NAME", choices=FORMATS, help=", ".join(FORMATS))
+    add("--limit", type=whole(1), help="the first N requests only")
+    add("--max-input", type=whole(1), help="leave out Mooncake's longer prompts")
+    add("--stitch", action="store_true", help="fill Mooncake's answers in from later prompts")
+    add("--skip-bad", action="store_true", help="count bad lines and go on")
+    add("--tokenizer", metavar="DIR", help="a model's directory, for conversations of text")
+    add("--generate", metavar="KIND", choices=KINDS, help=", ".join(KINDS))
+    seed = whole(0, MOST_SEED)
+    add("--seed", type=seed, default=0, help="of generated traffic and of arrivals")
+    add("--sessions", type=whole(1, MOST_SESSIONS))
+    add("--session-rate", type=number(1e-6, 1e6), help="sessions a second")
+    templates = whole(0, MOST_SESSIONS)
+    add("--templates", type=templates, help="different shared beginnings, 0: each session its own")
+    for name in ("shared", "turns", "question", "answer", "think"):
+        about = "seconds" if name == "think" else "requests" if name == "turns" else "tokens"
+        add(
+            f"--{name}",
+            type=read_by(Draw.parse),
+            metavar="DIST",
+            help=f"{about}: const:N, exp:MEAN, lognormal:MEDIAN:SIGMA",
+        )
+    add("--azure", type=Path, metavar="CSV", help="arrivals and lengths of generated traffic")
+    kinds = ", ".join(HINTS)
+    add("--hints", metavar="KIND", choices=HINTS, help=f"add what clients say: {kinds}")
+    add("--record", type=Path, metavar="FILE", help="write the trace and stop")
+    writable = [known.name for known in FORMATS.values() if known.write]
+    add("--to", default="recorded", choices=writable, metavar="NAME", help="format of --record")
+    add = command.add_argument_group("cache").add_argument
+    sizes = read_by(_sizes)
+    add("--cache", type=sizes, help="sizes, as 5GB,10GB: one budget for KV and states")
+    add(
+        "--pools",
+        type=read_by(_pools),
+        help="pools that do not lend, as TOKENS:SLOTS,TOKENS:SLOTS; one, with --rules served and "
+        "--cache: KV and states share all bytes",
+    )
+    add(
+        "--tiers",
+        type=read_by(TierBudgets.parse),
+        help=f"device, host and disk instead of --cache, as {EXAMPLE}; policies are then those "
+        f"that know tiers, by default {TIER_POLICIES}",
+    )
+    add("--model", type=Path, metavar="PATH", help="a config.json, or the directory it is in")
+    add("--profile", choices=PROFILES, help="a cost profile instead of a model's (paper-7b)")
+    add("--policy", type=read_by(_specs), help=f"{', '.join([*SYSTEMS, HINDSIGHT])}")
+    add("--min-branch-tokens", type=whole(0), default=MIN_BRANCH_TOKENS)
+    add(
+        "--rules",
+        choices=["paper", "served"],
+        default="paper",
+        help="paper: its admission, and the cache holds what is cached; served: what the server "
+        "plans and hits, with room for running requests, in two pools, into which --cache is split "
+        "as the server splits its memory; `sglang` splits as SGLang does (%(default)s)",
+    )
+    add("--chunk", type=whole(1), help="served: prompt tokens per forward (8192)")
+    add("--grid", type=whole(1), help="served: tokens between SGLang's own states (64)")
+    replicas = whole(1, MOST_REPLICAS)
+    add("--replicas", type=replicas, default=1, metavar="N", help="servers, each with such a cache")
+    add(
+        "--routing",
+        type=read_by(_routers),
+        metavar="NAMES",
+        help=f"how requests are sent to replicas; all by default: {', '.join(ROUTERS)}",
+    )
+    add(
+        "--late",
+        type=number(0, MOST_SECONDS),
+        default=0.0,
+        metavar="SECONDS",
+        help="by_states hears so late of a state that came or went (%(default)s)",
+    )
+    add(
+        "--store",
+        type=read_by(StoreBudget.parse),
+        metavar="SIZE@RATE",
+        help="what all replicas share, as 2TB@3GB/s for each",
+    )
+    add = command.add_argument_group("time").add_argument
+    add("--instant", action="store_true", help="serve each request at once, as the paper does")
+    add("--prefill", type=Path, metavar="JSON", help="times that scripts/fit_prefill.py measured")
+    add = command.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="write the summary; - for stdout")
+    add("--report", type=Path, metavar="DIR", help="write a page with plots")
+    add("--workers", type=whole(1, MOST_PROCESSES), default=1, help="processes")
+    return command
+
+
+def name_of(options: argparse.Namespace) -> str:
+    """A name for what is replayed. Raises UsageError."""
+    if (options.trace is None) == (options.generate is None):
+        raise UsageError("give a trace or --generate KIND, one of them")
+    return plain(options.generate or options.trace.name.split(".")[0])
+
+
+def traffic_of(options: argparse.Namespace, console: Console) -> Sequence[Request]:
+    """The requests. Raises UsageError, and FileError for a trace that cannot be read."""
+    skipped = Skipped(options.skip_bad)
+    if options.generate is None:
+        rate = 1.0 if options.session_rate is None else options.session_rate
+        reading = Reading(
+            options.limit,
+            options.max_input,
+            options.tokenizer,
+            rate,
+            options.seed,
+            skipped,
+            options.stitch,
+        )
+        requests = read_trace(options.trace, reading, options.format)
+    else:
+        names = ("shared", "turns", "question", "answer", "think")
+        draws = {name: getattr(options, name) for name in names}
+        how = traffic(
+            options.generate,
+            sessions=options.sessions,
+            session_rate=options.session_rate,
+            templates=options.templates,
+            max_input=options.max_input,
+            azure=None if options.azure is None else Azure.read(options.azure, skipped=skipped),
+            **draws,
+        )
+        requests = generate(options.generate, how, options.seed)[: options.limit]
+        if not requests:
+            raise UsageError("no request was generated: every prompt is longer than --max-input")
+    if skipped.count:
+        console.print(f"bad lines skipped: {skipped.count:,}")
+    if options.hints is not None:
+        requests = with_hints(requests, options.hints, options.seed)
+    return requests
+
+
+def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
+    """What is to be replayed of `trace`: every policy with every size of the cache.
+
+    Raises UsageError for options that do not go together, and FileError.
+    """
+    cost = _cost(options)
+    tiers = _tiers(options, cost)
+    budgets = _budgets(options, cost) if tiers is None else [None]
+    specs = options.policy or _specs(_default_policies(options))
+    time = _time(options)
+    serving = _serving(options)
+    routings = _routings(options, specs)
+    least = options.min_branch_tokens
+    return [
+        Job(
+            spec,
+            trace,
+            cost,
+            budget,
+            time,
+            least,
+            serving,
+            tiers,
+            losses=True,
+            replicas=options.replicas,
+            routing=routing,
+            late=options.late,
+            store=options.store,
+        )
+        for budget in budgets
+        for spec in specs
+        for routing in routings
+    ]
+
+
+def _routings(options: argparse.Namespace, specs: Sequence[Spec]) -> list[str]:
+    """Names of routers, or an empty one for a single server. Raises UsageError for what is not
+    replayed behind a router.
+    """
+    if options.replicas == 1:
+        for name in ("routing", "late", "store"):
+            if getattr(options, name):
+                raise UsageError(f"--{name} is for several --replicas")
+        return [""]
+    if (options.late or options.store) and any(spec.name in WITHOUT_TREES for spec in specs):
+        raise UsageError(f"neither --late nor --store is for {', '.join(WITHOUT_TREES)}")
+    if options.instant:
+        raise UsageError("--instant has no queues to route by: leave it out with --replicas")
+    for name in ("tiers", "report"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name} is for one server: leave it out with --replicas")
+    if any(spec.name == "clairvoyant" for spec in specs):
+        raise UsageError("clairvoyant knows the future of one server: leave it out with --replicas")
+    return list(ROUTERS) if options.routing is None else options.routing
+
+
+def _default_policies(options: argparse.Namespace) -> str:
+    if options.replicas > 1:
+        return REPLICATED_POLICIES
+    return DEFAULT_POLICIES if options.tiers is None else TIER_POLICIES
+
+
+def _time(options: argparse.Namespace) -> PrefillTime | None:
+    """How long prefills take; None: each request is served at once."""
+    if options.prefill is None:
+        return None if options.instant else PAPER
+    if options.instant:
+        raise UsageError("--instant has no time: leave out --prefill")
+    return PrefillTime.read(options.prefill)
+
+
+def _cost(options: argparse.Namespace) -> CostModel:
+    if options.model is None:
+        return PROFILES[options.profile or "paper-7b"]()
+    if options.profile is not None:
+        raise UsageError("give --model or --profile, not both")
+    path = options.model / "config.json" if options.model.is_dir() else options.model
+    return CostModel.from_config(read_json(path, dict[str, Any], "model's config"))
+
+
+def _serving(options: argparse.Namespace) -> Serving | None:
+    given = {name: getattr(options, name) for name in ("chunk", "grid")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.rules == "paper":
+        if given:
+            raise UsageError(f"--{next(iter(given))} is for --rules served only")
+        if options.pools == ONE_MEMORY:
+            raise UsageError(
+                "--pools one is for --rules served; by the paper's rules it is so anyway"
+            )
+        return None
+    return Serving(**given, one_memory=options.pools == ONE_MEMORY)
+
+
+def _budgets(options: argparse.Namespace, cost: CostModel) -> Sequence[Budget]:
+    """Raises UsageError for one that holds less than a state and a token."""
+    if options.pools == ONE_MEMORY and options.cache is None:
+        raise UsageError("--pools one shares the bytes of --cache; give that too")
+    if options.pools != ONE_MEMORY and (options.cache is None) == (options.pools is None):
+        raise UsageError("give --cache or --pools, one of them")
+    least = smallest_budget(cost)
+    if options.cache is not None:
+        for size in options.cache:
+            if size < least:
+                raise UsageError(
+                    f"a cache of {size:,} bytes holds no state: one state and one token of this "
+                    f"model are {least:,} bytes"
+                )
+        sizes: list[int] = options.cache
+        return sizes
+    pools: list[Split] = options.pools
+    if cost.state_bytes and not all(pool.slots for pool in pools):
+        raise UsageError("pools without slots hold no state: they need 1:1 at least")
+    return pools
+
+
+def _sizes(text: str) -> list[int]:
+    return [parse_bytes(size) for size in text.split(",")]
+
+
+def _pools(text: str) -> list[Split] | str:
+    """Pools from a list, or the word for one memory."""
+    if text == ONE_MEMORY:
+        return text
+    count = whole(1, MOST_POOL), whole(0, MOST_POOL)
+    pools = []
+    for pool in text.split(","):
+        parts = pool.split(":")
+        try:
+            tokens, slots = (read(part) for read, part in zip(count, parts, strict=True))
+        except (ValueError, argparse.ArgumentTypeError):
+            raise ValueError(f"pools are written as TOKENS:SLOTS, not {shown(pool)}") from None
+        pools.append(Split(tokens, slots))
+    return pools
+
+
+def _routers(text: str) -> list[str]:
+    routings = text.split(",")
+    for routing in routings:
+        if routing not in ROUTERS:
+            raise ValueError(f"unknown routing {shown(routing)}; known are {', '.join(ROUTERS)}")
+    return routings
+
+
+def _tiers(options: argparse.Namespace, cost: CostModel) -> TierBudgets | None:
+    """Raises UsageError for what tiers cannot be combined with, or a device that holds no state."""
+    if options.tiers is None:
+        return None
+    for name in ("cache", "pools"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--tiers does not go with --{name}")
+    if options.rules == "served":
+        raise UsageError("tiers are replayed by the paper's rules: leave out --rules served")
+    tiers: TierBudgets = options.tiers
+    if tiers.sizes[0] < smallest_budget(cost):
+        raise UsageError(
+            f"a device of {tiers.sizes[0]:,} bytes holds no state: one state and one token of this "
+            f"model are {smallest_budget(cost):,} bytes"
+        )
+    return tiers
+
+
+def _specs(text: str) -> list[Spec]:
+    """Policies from a list; options of one policy are separated by commas too (`tlru:a=1,b=2`)."""
+    parts: list[str] = []
+    for part in text.split(","):
+        if parts and "=" in part and ":" not in part:
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+    specs = [Spec.parse(part.strip()) for part in parts if part.strip()]
+    if not specs:
+        raise ValueError("it is empty")
+    return list(dict.fromkeys(specs))

@@ -1,0 +1,170 @@
+"""What a replayed cache holds on its device, and what it evicts when the device runs short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Clock, Node
+from sglang_hybrid.core.server_settings import Budget, Split
+from sglang_hybrid.core.victims.eviction import Policy
+from sglang_hybrid.core.victims.pool import Pool, Scarce
+from sglang_hybrid.extensions.lab.simulation.token_tree import TokenTree
+
+AnyPool = TypeVar("AnyPool", bound=Pool)
+
+
+class DeviceMemory:
+    """Memory of `budget`: a number of bytes that KV and states share, two pools, or None, which is
+    never short.
+
+    pool, state_pool: candidates for eviction among KV and among states; one pool for both where
+    they share all bytes. kv_in_use, slots_in_use: tokens and states of running requests that are
+    not cached, but take room. has_evicted: whether anything was evicted so far.
+    """
+
+    def __init__(
+        self, tree: TokenTree, cost: CostModel, budget: Budget, pools: tuple[Pool, Pool]
+    ) -> None:
+        self.tree = tree
+        self.cost = cost
+        self.budget = budget
+        self.kv_in_use = 0
+        self.slots_in_use = 0
+        self.has_evicted = False
+        self._kv = 0
+        self._states = 0
+        self.pool, self.state_pool = pools
+        for pool in dict.fromkeys(pools):
+            tree.listen(pool)
+
+    def use(self, pools: tuple[Pool, Pool]) -> None:
+        """From now on victims are chosen from `pools`, for KV and for states."""
+        for pool in dict.fromkeys((self.pool, self.state_pool)):
+            self.tree.unlisten(pool)
+        self.pool, self.state_pool = pools
+        for pool in dict.fromkeys(pools):
+            self.tree.listen(pool)
+
+    @property
+    def kv_used(self) -> int:
+        """Tokens of KV that are cached."""
+        return self._kv
+
+    @property
+    def states_used(self) -> int:
+        """States that are cached."""
+        return self._states
+
+    @property
+    def used(self) -> int:
+        """Bytes that are cached or in use by running requests."""
+        return self.bytes_of(self.kv_used + self.kv_in_use, self.states_used + self.slots_in_use)
+
+    @property
+    def free_states(self) -> int:
+        """States for which there is room now, in a memory that has an end."""
+        if isinstance(self.budget, Split):
+            return self.budget.slots - self.states_used - self.slots_in_use
+        assert self.budget is not None
+        return (self.budget - self.used) // max(1, self.cost.state_bytes)
+
+    def bytes_of(self, kv: int, states: int) -> int:
+        """Bytes of so many tokens of KV and states."""
+        return kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
+
+    def could_hold(self, kv: int, states: int) -> bool:
+        """Whether so many tokens and states fit if nothing else is there."""
+        if isinstance(self.budget, Split):
+            return kv <= self.budget.kv_tokens and states <= self.budget.slots
+        return self.budget is None or self.bytes_of(kv, states) <= self.budget
+
+    def short_of(self, kv: int, states: int) -> Pool | None:
+        """The pool that must evict before so many tokens and states fit, None if they do."""
+        if self.budget is None:
+            return None
+        if isinstance(self.budget, Split):
+            if self.states_used + self.slots_in_use + states > self.budget.slots:
+                return self.state_pool
+            kv += self.kv_used + self.kv_in_use
+            return self.pool if kv > self.budget.kv_tokens else None
+        return self.pool if self.used + self.bytes_of(kv, states) > self.budget else None
+
+    def make_room(self, kv: int, states: int, path: list[Node]) -> bool:
+        """Evict until so many tokens and states fit; False if they cannot. `path` stays."""
+        if self.short_of(kv, states) is None:
+            return True
+        if not self._could_fit(kv, states, path):
+            return False
+        at_risk = [node for node in path if node.has_state or node is path[-1]]
+        held = [node for node in at_risk if not node.state_locked]
+        for node in held:
+            self.tree.lock(node, kv=True, state=True)
+        while pool := self.short_of(kv, states):
+            if not self.evict_one(pool):
+                break
+        for node in held:
+            self.tree.lock(node, kv=False, state=False)
+        return self.short_of(kv, states) is None
+
+    def evict_one(self, pool: Pool, *, spare_forks: bool = True) -> bool:
+        """Evict the next victim of `pool`; False if nothing may go. spare_forks: states with
+        several children are evicted only where nothing else is left.
+        """
+        victim = pool.victim() if spare_forks else None
+        victim = victim or pool.victim(last_resort=True)
+        if victim is None:
+            return False
+        self.evict(pool, victim)
+        return True
+
+    def evict(self, pool: Pool, node: Node) -> None:
+        """`node`, a victim of `pool`, gives up its state if it has children, and otherwise all."""
+        self.has_evicted = True
+        self._states -= node.has_state
+        if node.children:
+            self.tree.drop_state(node)
+        else:
+            self._kv -= node.tokens
+            self.tree.remove(node)
+
+    def add(self, kv: int, states: int) -> None:
+        """So many tokens and states were cached."""
+        self._kv += kv
+        self._states += states
+
+    def _could_fit(self, kv: int, states: int, path: list[Node]) -> bool:
+        """Whether it would fit beside nothing but `path` and what running requests compute."""
+        kv += self.kv_in_use + (path[-1].depth if path else 0)
+        states += self.slots_in_use + sum(node.has_state for node in path)
+        return self.could_hold(kv, states)
+
+
+def pools_of(
+    budget: Budget,
+    make: Callable[[Scarce, Policy], AnyPool],
+    policy: Policy,
+    state_policy: Policy | None,
+) -> tuple[AnyPool, AnyPool]:
+    """Pools of KV and of states for `budget`, one for both where they share all bytes. Raises
+    ValueError for a split budget without `state_policy`.
+    """
+    if not isinstance(budget, Split):
+        shared = make(Scarce.SHARED, policy)
+        return shared, shared
+    if state_policy is None:
+        raise ValueError("a split budget needs a policy for its state slots")
+    return make(Scarce.KV, policy), make(Scarce.STATES, state_policy)
+
+
+def device_pools(
+    budget: Budget, cost: CostModel, clock: Clock, policy: Policy, state_policy: Policy | None
+) -> tuple[Pool, Pool]:
+    """`pools_of` a device without tiers below it."""
+    return pools_of(
+        budget,
+        lambda scarce, its_policy: Pool(scarce, cost, its_policy, clock),
+        policy,
+        state_policy,
+    )

@@ -1,0 +1,98 @@
+"""What the tuner chooses from, and what each candidate finds on a window of requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from sglang_hybrid.core.costs.cost import IntArray
+from sglang_hybrid.core.server_settings import Budget
+from sglang_hybrid.core.systems import HINDSIGHT, Spec, make_policies
+from sglang_hybrid.core.traffic.recorder import RequestWindow
+from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
+from sglang_hybrid.extensions.lab.simulation.simulator import Cache, Outcome, Simulator
+from sglang_hybrid.extensions.lab.simulation.tiers.tiered_server import TieredServerSimulator
+from sglang_hybrid.extensions.lab.simulation.workers import Limits, Work, run_jobs
+
+MARCONI_ALONE = tuple(Spec(HINDSIGHT).candidates())
+"""What the paper chooses from; it starts with the first one, whose alpha is 0: LRU."""
+
+CANDIDATES = (
+    *(Spec("reuse"), Spec("lru")),
+    *MARCONI_ALONE[1:],
+    Spec("reuse", (("answers", 0.0),)),
+)
+"""Beside the paper's, the reuse index, with and without what answers and hints tell. Of equals the
+first one is chosen.
+"""
+
+
+@dataclass
+class TokensFound:
+    """Tokens found in each request that counts [n], by candidate, of `counted_tokens` prompt tokens
+    in all; and what went wrong.
+    """
+
+    counted_tokens: int
+    hits: dict[Spec, IntArray] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def replay(window: RequestWindow, spec: Spec) -> list[Outcome]:
+    """What each request of `window` [n] would have found under `spec`, from an empty cache on."""
+    kv_policy, state_policy = make_policies(spec)
+    cost, least = window.cost, window.min_branch_tokens
+    cache: Cache
+    how, room = window.serving, window.budget
+    if how is not None and cost.state_bytes and room is not None:
+        if window.tiers is not None:
+            below = window.tiers
+            cache = TieredServerSimulator(cost, room, kv_policy, state_policy, below, least, how)
+        else:
+            cache = ServerSimulator(cost, room, kv_policy, state_policy, least, how)
+    else:
+        cache = Simulator(cost, room, kv_policy, least, state_policy)
+    return [cache.serve(request) for request in window.requests]
+
+
+def counted_hits(
+    window: RequestWindow, spec: Spec, count_step: Callable[[], None] = lambda: None
+) -> IntArray:
+    """Tokens that `spec` finds in each request of `window` that counts [n]."""
+    outcomes = replay(window, spec)[window.counted_from :]
+    return np.array([outcome.hit_len for outcome in outcomes], dtype=np.int64)
+
+
+def hits_within(
+    window: RequestWindow, job: tuple[Spec, Budget], count_step: Callable[[], None]
+) -> IntArray:
+    """Tokens that each request of `window` that counts hits [n] under a policy, with another memory
+    than the window's. It is here, and not beside who asks: a worker imports the module of its work,
+    and extensions/page/what_if.py imports SGLang.
+    """
+    spec, budget = job
+    return counted_hits(replace(window, budget=budget), spec)
+
+
+def search(
+    window: RequestWindow,
+    candidates: Sequence[Spec],
+    limits: Limits,
+    work: Work[RequestWindow, Spec, IntArray] = counted_hits,
+) -> TokensFound:
+    """Try all candidates in worker processes."""
+    begin = time.monotonic()
+    done = run_jobs(work, window, candidates, limits)
+    hits = {candidates[number]: done.results[number] for number in sorted(done.results)}
+    failures = [describe_failure(failure) for failure in done.failures]
+    return TokensFound(window.counted_tokens, hits, failures, time.monotonic() - begin)
+
+
+def describe_failure(failure: Exception) -> str:
+    """One line for the log and /server_info."""
+    known = isinstance(failure, ChildProcessError)
+    return str(failure) if known else f"{type(failure).__name__}: {failure}"

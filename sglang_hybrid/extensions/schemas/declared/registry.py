@@ -1,0 +1,325 @@
+"""Schemas that clients registered, apart for each tenant, and what prompts did with them."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sglang_hybrid.core.records.shares import payer_of
+from sglang_hybrid.core.returns.hints import MOST_POSITIONS
+from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.extensions.schemas.declared.described import described
+from sglang_hybrid.extensions.schemas.declared.modular import Layout, ModularPrompt, modular
+from sglang_hybrid.extensions.schemas.declared.resolve import (
+    Import,
+    Piece,
+    Prompt,
+    Resolved,
+    read_prompt,
+    resolve,
+)
+from sglang_hybrid.extensions.schemas.declared.saved import SavedSchemas
+from sglang_hybrid.extensions.schemas.declared.schema import Schema, read_schema
+from sglang_hybrid.extensions.schemas.declared.tokens import PromptTokenizer, Tokenized
+from sglang_hybrid.serving.tenants import Tenant
+
+MOST_SCHEMAS = 64
+"""Of one payer (`core/records/shares.py`)."""
+
+MOST_TENANT_BYTES = 8 << 20
+"""Of all schemas of one payer."""
+
+MOST_BYTES = 64 << 20
+"""Of all schemas of a server."""
+
+MOST_VALUES = 1_024
+"""Values of parameters that are remembered for each schema."""
+
+
+class NoSchema(ValueError):
+    """The tenant has no schema of that name; the message is one sentence."""
+
+
+@dataclass
+class Registered:
+    """A schema in use. imports: how often each module was imported, by its path. values: hashes of
+    parameters' values, the latest last. cached_tokens: of all prompts, from the cache. layout: for
+    modular mode, once it was asked for. saved: whether it outlives the server. lengths: tokens
+    of its texts, once they were asked for.
+    """
+
+    schema: Schema
+    size: int
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    imports: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    values: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    layout: Layout | None = None
+    saved: bool = False
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        """For whoever lists schemas."""
+        return {
+            "name": self.schema.name,
+            "bytes": self.size,
+            "saved": self.saved,
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+        }
+
+    def as_dict(self, tokenizer: PromptTokenizer) -> dict[str, Any]:
+        """For whoever asks for the schema. Takes long where its texts were not tokenized yet."""
+        length = self.length(tokenizer)
+        parts = [described(part, length, self.imports) for part in self.schema.parts]
+        return {**self.summary(), "parts": parts}
+
+    def length(self, tokenizer: PromptTokenizer) -> Callable[[str], int]:
+        """A function from a text of the schema to its tokens."""
+
+        def tokens(text: str) -> int:
+            if text not in self.lengths:
+                self.lengths[text] = tokenizer.length(text)
+            return self.lengths[text]
+
+        return tokens
+
+    def seen(self, imports: Sequence[Import]) -> bool:
+        """Whether an earlier prompt had these values of parameters; they are remembered from now
+        on.
+        """
+        key = hash(tuple(_values(imports)))
+        known = key in self.values
+        self.values[key] = None
+        self.values.move_to_end(key)
+        while len(self.values) > MOST_VALUES:
+            self.values.popitem(last=False)
+        return known
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a prompt imports from a schema, before it is tokenized."""
+
+    registered: Registered
+    prompt: Prompt
+    resolved: Resolved
+
+    def followed_by(self, text: str) -> Draft:
+        """The same with new text behind it, as it is."""
+        new = Piece(text, ())
+        return replace(self, resolved=replace(self.resolved, pieces=(*self.resolved.pieces, new)))
+
+
+@dataclass
+class Expanded:
+    """A prompt as token ids, and what its answer says of it. positions: declared ones. modular: its
+    segments, if modules are computed apart. start: tokens before a chat's own messages.
+    compute_segments: called if segments were missing.
+    """
+
+    registered: Registered
+    tokenized: Tokenized
+    positions: list[int]
+    warnings: Sequence[str]
+    modular: ModularPrompt | None = None
+    start: int = 0
+    compute_segments: Callable[[], None] = lambda: None
+
+    def on_answer(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
+        """`meta_info.prompt` of an answer; the last one is counted."""
+        if meta_info.get("finish_reason") is not None:
+            self.registered.prompt_tokens += meta_info.get("prompt_tokens", 0)
+            self.registered.cached_tokens += meta_info.get("cached_tokens", 0)
+        if self.modular is not None:
+            return self._modular_answer(meta_info)
+        return {
+            "schema": self.registered.schema.name,
+            "ends": [
+                {"module": "/".join(end.path), "position": end.position}
+                for end in self.tokenized.ends
+            ],
+            "declared": self.positions,
+            "warnings": list(self.warnings),
+        }
+
+    def _modular_answer(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
+        composed = (meta_info.get("hybrid_cache") or {}).get("composed_tokens")
+        if composed == 0 and meta_info.get("finish_reason") is not None:
+            self.compute_segments()
+        return {
+            "schema": self.registered.schema.name,
+            "mode": "modular",
+            "exact": not composed,
+            "warnings": list(self.warnings),
+        }
+
+
+class Registry:
+    """All schemas of a server. Methods raise ValueError with a sentence.
+
+    saved: where they outlive it, if they do.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer, saved: SavedSchemas | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._saved = saved
+        self._schemas: dict[Tenant, dict[str, Registered]] = {}
+
+    def register(self, tenant: Tenant, pml: str) -> Registered:
+        """Keep a schema, in place of the tenant's earlier one of its name."""
+        registered = Registered(read_schema(pml), len(pml.encode()))
+        own = self._own(tenant)
+        name = registered.schema.name
+        self._check_room(tenant, own, name, registered.size)
+        self._schemas.setdefault(tenant, own)[name] = registered
+        if self._saved is not None:
+            registered.saved = self._saved.save(tenant, name, pml)
+        return registered
+
+    def get(self, tenant: Tenant, name: str) -> Registered:
+        """A schema of this tenant; raises NoSchema."""
+        found = self._own(tenant).get(name)
+        if found is None:
+            raise NoSchema(
+                f"there is no schema {shown(name)}; register it with POST /v1/prompt_schemas."
+            )
+        return found
+
+    def size(self, tenant: Tenant, name: str) -> int:
+        """Bytes of a schema of this tenant, 0 if there is none."""
+        found = self._own(tenant).get(name)
+        return 0 if found is None else found.size
+
+    def of(self, tenant: Tenant) -> list[Registered]:
+        """All schemas of this tenant, by name."""
+        return [one for _, one in sorted(self._own(tenant).items())]
+
+    def delete(self, tenant: Tenant, name: str) -> None:
+        """Forget a schema; raises NoSchema. Its prompts stay in the cache like any others."""
+        self.get(tenant, name)
+        del self._schemas[tenant][name]
+        if not self._schemas[tenant]:
+            del self._schemas[tenant]
+        if self._saved is not None:
+            self._saved.delete(tenant, name)
+
+    def _own(self, tenant: Tenant) -> dict[str, Registered]:
+        """Schemas of a tenant by name; what was saved for it is read when it first comes."""
+        known = self._schemas.get(tenant)
+        if known is not None or self._saved is None:
+            return known or {}
+        found: dict[str, Registered] = {}
+        for name, pml in self._saved.take(tenant).items():
+            with suppress(ValueError):  # an earlier version of ours took it
+                found[name] = Registered(read_schema(pml), len(pml.encode()), saved=True)
+        if found:
+            self._schemas[tenant] = found
+        return found
+
+    def _check_room(
+        self, tenant: Tenant, own: Mapping[str, Registered], name: str, size: int
+    ) -> None:
+        payer = payer_of(tenant)
+        together = [
+            one
+            for other, kept in self._schemas.items()
+            if payer_of(other) == payer
+            for one in kept.values()
+        ]
+        if name not in own and len(together) >= MOST_SCHEMAS:
+            raise ValueError(
+                f"there are {len(together)} schemas already; a tenant may have {MOST_SCHEMAS}. "
+                "Delete one first."
+            )
+        more = size - (own[name].size if name in own else 0)
+        held = sum(one.size for one in together) + more
+        if held > MOST_TENANT_BYTES:
+            raise ValueError(
+                f"the schemas would have {held:,} bytes; those of a tenant may have "
+                f"{MOST_TENANT_BYTES:,}. Delete one first."
+            )
+        others = self._saved.waiting_bytes if self._saved is not None else 0
+        others += sum(one.size for kept in self._schemas.values() for one in kept.values())
+        if others + more > MOST_BYTES:
+            raise ValueError(
+                f"the schemas of all tenants may have {MOST_BYTES:,} bytes, and this one would be "
+                "too much; try again when others were deleted."
+            )
+
+    def expand(
+        self, tenant: Tenant, asked: str | Prompt, *, text: str = "", whole: str = ""
+    ) -> Expanded:
+        """The tokens of a prompt, and the positions worth a checkpoint; the prompt is counted.
+
+        asked: the prompt, or its markup. text: what stands behind it, as it is. whole: why this
+        server cannot compute modules apart, a sentence; empty if it can.
+        """
+        draft = self.draft(tenant, read_prompt(asked) if isinstance(asked, str) else asked)
+        if text:
+            draft = draft.followed_by(text)
+        return self.counted(draft, self.tokenizer.tokenized(draft.resolved), whole=whole)
+
+    def draft(self, tenant: Tenant, prompt: Prompt) -> Draft:
+        """What a prompt of this tenant imports, in the schema's order."""
+        registered = self.get(tenant, prompt.schema)
+        return Draft(registered, prompt, resolve(registered.schema, prompt))
+
+    def counted(self, draft: Draft, tokenized: Tokenized, *, whole: str = "") -> Expanded:
+        """A drafted prompt with the positions worth a checkpoint: ends of modules before the first
+        value of a parameter, and behind it if these values came before. Its imports are counted.
+
+        tokenized: the tokens of the draft. whole: see `expand`.
+        """
+        registered, prompt = draft.registered, draft.prompt
+        warnings = [*draft.resolved.warnings, *([whole] if whole and prompt.modular else [])]
+        segments = None
+        if prompt.modular and not whole:
+            segments = modular(self.layout(registered), draft.resolved)
+        registered.requests += 1
+        registered.imports.update(_paths(prompt.imports, ()))
+        hot = registered.seen(prompt.imports)
+        positions = [] if segments is not None else worthwhile(tokenized, hot=hot)
+        return Expanded(registered, tokenized, positions, warnings, segments)
+
+    def layout(self, registered: Registered) -> Layout:
+        """Where modular mode places the schema's texts; made once for each schema."""
+        if registered.layout is None:
+            registered.layout = Layout(registered.schema, self.tokenizer)
+        return registered.layout
+
+    def expand_path(self, registered: Registered, imports: Sequence[Import]) -> Tokenized:
+        """The tokens of a prompt that only imports."""
+        prompt = Prompt(registered.schema.name, tuple(imports))
+        return self.tokenizer.tokenized(resolve(registered.schema, prompt))
+
+
+def worthwhile(tokenized: Tokenized, *, hot: bool) -> list[int]:
+    """Ends within the prompt that deserve checkpoints, ascending; the deepest, if many do. hot: the
+    values of parameters came before.
+    """
+    last = len(tokenized.ids)
+    found = {
+        end.position
+        for end in tokenized.ends
+        if 0 < end.position < last and (hot or not end.values)
+    }
+    return sorted(found)[-MOST_POSITIONS:]
+
+
+def _paths(imports: Sequence[Import], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for one in imports:
+        yield (*path, one.name)
+        yield from _paths(one.imports, (*path, one.name))
+
+
+def _values(imports: Sequence[Import]) -> Iterator[Any]:
+    for one in imports:
+        yield one.name
+        yield tuple(sorted(one.values.items()))
+        yield from _values(one.imports)

@@ -1,0 +1,128 @@
+"""Requests of modular mode: a prompt that names its segments, and those that compute them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.returns.hints import PromptHints
+from sglang_hybrid.extensions.schemas.declared.modular import (
+    Layout,
+    ModularPrompt,
+    Segment,
+    prepared_segments,
+)
+from sglang_hybrid.extensions.schemas.declared.registry import Expanded
+from sglang_hybrid.extensions.schemas.endpoints.prewarm import compute, gone_from
+from sglang_hybrid.serving.config import BACKEND
+from sglang_hybrid.serving.requests.cache_fields import Imported, ServerPart, server_part
+from sglang_hybrid.serving.stored_keys import check_key, composed_key, segment_key
+from sglang_hybrid.serving.tenants import Tenant, tenant
+
+if TYPE_CHECKING:
+    import fastapi
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+_computing: set[asyncio.Task[None]] = set()  # tasks, which nobody else holds
+
+
+@lru_cache(maxsize=1)
+def why_whole(manager: TokenizerManager) -> str:
+    """Why modules cannot be computed apart here, a sentence; empty if they can."""
+    if manager.server_args.radix_cache_backend != BACKEND:
+        return (
+            f"Modules are computed apart with --radix-cache-backend {BACKEND} only, so the prompt "
+            "was computed as a whole."
+        )
+    if manager.server_args.page_size not in (None, 1):
+        return (
+            f"Pages have {manager.server_args.page_size} tokens, and modules end within pages, so "
+            "the prompt was computed as a whole."
+        )
+    cost = CostModel.from_config(manager.model_config.hf_config.to_dict())
+    if cost.state_bytes:
+        return (
+            "The model has recurrent layers, whose states cannot be put together, so the prompt "
+            "was computed as a whole."
+        )
+    return ""
+
+
+def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded) -> None:
+    """Make `request` one for a prompt of modules. Raises ValueError if it cannot be."""
+    check_key(request.extra_key)
+    server_part(request).hints = PromptHints(tuple(expanded.positions))
+    if expanded.modular is not None:
+        expanded.compute_segments = _ask_apart(manager, request, expanded.modular)
+    request.expanded = expanded
+
+
+def _ask_apart(
+    manager: TokenizerManager, request: GenerateReqInput, prompt: ModularPrompt
+) -> Callable[[], None]:
+    """Make `request` one for modules computed apart; returns what computes its segments, if some
+    are missing. Raises ValueError if its positions do not fit. One without segments is a prompt
+    like others.
+    """
+    if not prompt.segments:
+        return lambda: None
+    answer = (request.sampling_params or {}).get("max_new_tokens") or 0
+    last = prompt.last_position + answer
+    if last >= manager.context_len:
+        raise ValueError(
+            f"the schema's places, the new text and the answer end at position {last:,}; the model "
+            f"has {manager.context_len:,}."
+        )
+    request.input_ids = prompt.ids
+    key, salt = request.extra_key, request.cache_salt
+    request.extra_key = composed_key(key, prompt.digest)
+    places = tuple((one.start, len(one.ids)) for one in prompt.segments)
+    server_part(request).imported = Imported(places, prompt.position, key)
+
+    def compute_segments() -> None:
+        task = asyncio.get_running_loop().create_task(
+            compute_apart(manager, key, salt, prompt.segments)
+        )
+        _computing.add(task)
+        task.add_done_callback(_computing.discard)
+
+    return compute_segments
+
+
+async def compute_apart(
+    manager: TokenizerManager,
+    extra_key: str | None,
+    cache_salt: str | None,
+    segments: Iterable[Segment],
+    http: fastapi.Request | None = None,
+) -> None:
+    """Compute each of these segments apart. extra_key: of the client. http: the request that waits
+    for them, if one does; raises ValueError when its client goes away.
+    """
+    gone = gone_from(http)
+    for one in segments:
+        if gone is not None and await gone():
+            raise ValueError("the client went away before its modules were computed.")
+        owner = tenant(segment_key(extra_key, one.start), cache_salt)
+        part = ServerPart(imported=Imported((), one.start, extra_key))
+        await compute(manager, "segment", owner, one.ids, part, http)
+
+
+async def compute_all(
+    manager: TokenizerManager, own: Tenant, layout: Layout, http: fastapi.Request
+) -> dict[str, int]:
+    """Compute every module of a schema that holds no values, for one tenant; returns how many
+    segments and tokens that were. Raises ValueError where modules cannot be computed apart, and
+    when the client of `http` goes away.
+    """
+    why = why_whole(manager)
+    if why:
+        raise ValueError(why.replace(", so the prompt was computed as a whole", ""))
+    extra_key, cache_salt = own or (None, None)
+    segments = prepared_segments(layout)
+    await compute_apart(manager, extra_key, cache_salt, segments, http)
+    return {"segments": len(segments), "tokens": sum(len(one.ids) for one in segments)}

@@ -1,0 +1,10 @@
+"""`python -m sglang_hybrid.replay`: what each policy would have been worth on a trace of requests
+(extensions/lab).
+"""
+
+import sys
+
+from sglang_hybrid.extensions.lab.program import main
+
+if __name__ == "__main__":
+    sys.exit(main())

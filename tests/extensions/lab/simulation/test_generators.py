@@ -1,0 +1,182 @@
+"""Generated traffic: repeatable, and shaped as its parameters say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.traffic.requests import common_prefix
+from sglang_hybrid.core.victims.eviction import Lru
+from sglang_hybrid.extensions.lab.simulation.simulator import Simulator, hit_rate
+from sglang_hybrid.extensions.lab.simulation.traces import generators
+from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Azure, Draw
+from sglang_hybrid.extensions.lab.simulation.traces.generators import (
+    KINDS,
+    generate,
+    retime,
+    traffic,
+)
+from sglang_hybrid.extensions.lab.simulation.traces.lines import Room, TraceError
+
+
+def fingerprint(kind: str, seed: int) -> list[tuple[float, int, int]]:
+    requests = generate(kind, traffic(kind, sessions=20), seed)
+    return [(r.arrival, r.input_len, int(r.tokens.sum())) for r in requests]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_is_a_trace(kind: str) -> None:
+    assert fingerprint(kind, 1) == fingerprint(kind, 1) != fingerprint(kind, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_are_in_order_and_within_bounds(kind: str) -> None:
+    requests = generate(kind, traffic(kind, sessions=20, max_input=9_000), 3)
+    arrivals = [r.arrival for r in requests]
+    assert arrivals == sorted(arrivals) and len(arrivals) >= 20
+    assert all(0 < r.input_len <= 9_000 for r in requests)
+    assert all(r.tokens.min() >= 0 and r.tokens.max() < 32_000 for r in requests)
+    assert all(list(r.message_starts) == sorted(r.message_starts) for r in requests)
+
+
+def test_a_chat_goes_on_from_what_was_said() -> None:
+    requests = generate("chat", traffic("chat", sessions=8), 0)
+    last: dict[int, np.ndarray] = {}
+    for r in requests:
+        if r.turn:
+            assert np.array_equal(r.tokens[: len(last[r.session])], last[r.session])
+        last[r.session] = r.tokens
+    assert len({r.tokens[:300].tobytes() for r in requests}) == 1
+
+
+def test_the_last_answer_of_a_session_may_be_told_from_others() -> None:
+    closing = generate("agent", traffic("agent", sessions=20, closing=8), 3)
+    last = {request.session: request for request in closing}
+    ends = [request.tokens[-8:].tolist() for request in last.values()]
+    assert len(last) == 20
+    (most, times), *_ = Counter(map(tuple, ends)).most_common(1)
+    assert times >= 15, "but for sessions that ended at the longest prompt"
+    others = [request for request in closing if request is not last[request.session]]
+    assert all(tuple(request.tokens[-8:].tolist()) != most for request in others)
+
+
+def test_few_shot_prompts_share_templates() -> None:
+    requests = generate("few-shot", traffic("few-shot", templates=3, sessions=60), 0)
+    beginnings = [r.tokens[:100].tobytes() for r in requests]
+    counts = sorted((beginnings.count(b) for b in set(beginnings)), reverse=True)
+    assert len(counts) == 3 and counts[0] > 60 / 3
+
+
+def test_a_fan_out_asks_about_one_document_at_once() -> None:
+    changes = {"shared": Draw("const", 500), "think": Draw("const", 0), "turns": Draw("const", 5)}
+    requests = generate("fan-out", traffic("fan-out", sessions=4, **changes), 0)
+    assert len(requests) == 20 == len({r.session for r in requests})
+    for first in range(0, 20, 5):
+        group = requests[first : first + 5]
+        assert len({r.arrival for r in group}) == 1
+        assert all(common_prefix(group[0].tokens, r.tokens) == 500 for r in group[1:])
+    assert common_prefix(requests[0].tokens, requests[5].tokens) < 5
+
+
+def test_a_transcript_grows_and_is_asked_about_at_every_stage() -> None:
+    how = traffic(
+        "transcript", templates=1, turns=Draw("const", 3), think=Draw("const", 0), max_input=6_000
+    )
+    requests = generate("transcript", how, 0)
+    stages = [requests[at : at + 3] for at in range(0, len(requests), 3)]
+    assert len(stages) == how.sessions
+    grown = begun = 0
+    before = stages[0][0].tokens[:0]
+    for stage in stages:
+        said = [request.tokens[: request.message_starts[-1]] for request in stage]
+        assert all(np.array_equal(said[0], other) for other in said)
+        if len(said[0]) > len(before) and np.array_equal(said[0][: len(before)], before):
+            grown += 1
+        else:
+            begun += 1
+        before = said[0]
+    assert grown > 0.8 * len(stages) and begun > 5
+
+
+def test_reuse_differs_by_kind() -> None:
+    def rate(kind: str) -> float:
+        simulator = Simulator(CostModel.paper_7b(), None, Lru())
+        return hit_rate(simulator.run(generate(kind, traffic(kind, sessions=40), 0)))
+
+    assert rate("agent") > 0.9 and rate("chat") > 0.9
+    assert 0.5 > rate("few-shot") > 0.1  # forty requests for 25 templates
+    assert 0.9 > rate("fan-out") > 0.5  # the second of eight still misses
+
+
+def test_azure_supplies_arrivals_and_lengths() -> None:
+    azure = Azure([0.0, 3.0, 3.5], [100, 200, 300], [1, 2, 3])
+    how = traffic("few-shot", azure=azure, shared=Draw("const", 10))
+    requests = generate("few-shot", how, 0)
+    assert [r.arrival for r in requests] == [0.0, 3.0, 3.5]
+    for r in requests:
+        assert (r.input_len - 10) / (len(r.tokens) - r.input_len) == 100
+
+
+def test_retiming_moves_sessions_and_pauses_apart() -> None:
+    requests = generate("chat", traffic("chat", sessions=10), 0)
+    moved = retime(requests, session_rate=2, think=3)
+    begins = {r.session: r.arrival for r in requests if not r.turn}
+    for r in moved:
+        (old,) = (o for o in requests if (o.session, o.turn) == (r.session, r.turn))
+        begin = begins[r.session]
+        assert r.arrival == pytest.approx(begin / 2 + 3 * (old.arrival - begin))
+    assert [r.arrival for r in moved] == sorted(r.arrival for r in moved)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("talk", {}, "unknown workload 'talk'; known are chat, agent, few-shot, fan-out"),
+        ("chat", {"sessions": 0}, "sessions must be 1 or more, not 0"),
+        ("chat", {"templates": -1}, "templates must be 0"),
+    ],
+)
+def test_what_cannot_be_generated(kind: str, changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        traffic(kind, **changes)
+
+
+def test_a_rate_of_nothing() -> None:
+    with pytest.raises(ValueError, match="sessions a second must be more than 0, not 0"):
+        generate("chat", traffic("chat", session_rate=0.0), 0)
+
+
+def test_azure_reads_no_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    with pytest.raises(ValueError, match="holds no request"):
+        Azure.read(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "draw", "message"),
+    [
+        ("shared", "const:900000000", "const:9e\\+08 drew 900,000,000; 16,777,216 is the most"),
+        ("turns", "const:100001", "const:100001 drew 100,001; 100,000 is the most"),
+        ("question", "lognormal:1:1000", "lognormal:1:1000 drew"),
+        ("think", "lognormal:1:100000", "lognormal:1:100000 drew a number that is too large"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["chat", "fan-out", "transcript"])
+def test_what_is_drawn_has_a_bound(kind: str, name: str, draw: str, message: str) -> None:
+    how = traffic(kind, sessions=20, **{name: Draw.parse(draw)})
+    with pytest.raises(ValueError, match=message):
+        generate(kind, how, 0)
+
+
+def test_all_that_is_generated_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "Room", lambda: Room(100_000))
+    assert generate("chat", traffic("chat", sessions=2), 0)
+    with pytest.raises(TraceError, match="the requests have more than"):
+        generate("chat", traffic("chat", sessions=1_000), 0)
+    shared = {"templates": 10, "shared": Draw.parse("const:50000")}
+    with pytest.raises(TraceError, match="the requests have more than"):
+        generate("chat", traffic("chat", sessions=1, **shared), 0)
