@@ -24,6 +24,7 @@ import sglang
 
 from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
+from sglang_hybrid.extensions.lab import shadow
 from sglang_hybrid.extensions.lab.program import main as replay
 from sglang_hybrid.hooks.patching import load_patches
 from sglang_hybrid.serving.config import HybridConfig
@@ -166,6 +167,12 @@ def test_a_replay_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         lines = (json.dumps(line | {"t": float(t)}) + "\n" for t in range(5))
         (tmp_path / name).write_text("".join(lines))
     (tmp_path / "DIR").symlink_to(ensure_tiny_model())
+    follow = shadow.follow
+
+    def follow_to_the_end(path: Path, jobs: Any, port: int | None, console: Any) -> Any:
+        return follow(path, jobs, None, console, going_on=lambda: False)
+
+    monkeypatch.setattr(shadow, "follow", follow_to_the_end)
     assert replay(words(command.removeprefix(REPLAY))) == 0
 
 

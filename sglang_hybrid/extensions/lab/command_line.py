@@ -17,6 +17,7 @@ from sglang_hybrid.core.programs import (
     Parser,
     UsageError,
     number,
+    port,
     read_by,
     whole,
 )
@@ -106,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--model", type=Path, metavar="PATH", help="a config.json, or the directory it is in")
     add("--profile", choices=PROFILES, help="a cost profile instead of a model's (paper-7b)")
-    add("--policy", type=read_by(_specs), help=f"{', '.join([*SYSTEMS, HINDSIGHT])}")
+    add("--policy", type=read_by(specs), help=f"{', '.join([*SYSTEMS, HINDSIGHT])}")
     add("--min-branch-tokens", type=whole(0), default=MIN_BRANCH_TOKENS)
     add(
         "--rules",
@@ -146,6 +147,19 @@ def parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write the summary; - for stdout")
     add("--report", type=Path, metavar="DIR", help="write a page with plots")
     add("--workers", type=whole(1, MOST_PROCESSES), default=1, help="processes")
+    add = command.add_argument_group("live traffic").add_argument
+    add(
+        "--follow",
+        action="store_true",
+        help="the trace is what a server writes with --hybrid-record: go on with what it writes, "
+        "request after request, until Ctrl-C; a line each day",
+    )
+    add(
+        "--metrics-port",
+        type=port,
+        metavar="PORT",
+        help="--follow: tokens replayed and hit by policy, for Prometheus on this machine",
+    )
     return command
 
 
@@ -201,10 +215,10 @@ def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
     cost = _cost(options)
     tiers = _tiers(options, cost)
     budgets = _budgets(options, cost) if tiers is None else [None]
-    specs = options.policy or _specs(_default_policies(options))
+    policies = options.policy or specs(_default_policies(options))
     time = _time(options)
     serving = _serving(options)
-    routings = _routings(options, specs)
+    routings = _routings(options, policies)
     least = options.min_branch_tokens
     return [
         Job(
@@ -223,7 +237,7 @@ def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
             store=options.store,
         )
         for budget in budgets
-        for spec in specs
+        for spec in policies
         for routing in routings
     ]
 
@@ -355,7 +369,7 @@ def _tiers(options: argparse.Namespace, cost: CostModel) -> TierBudgets | None:
     return tiers
 
 
-def _specs(text: str) -> list[Spec]:
+def specs(text: str) -> list[Spec]:
     """Policies from a list; options of one policy are separated by commas too (`tlru:a=1,b=2`)."""
     parts: list[str] = []
     for part in text.split(","):

@@ -12,9 +12,9 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sglang_hybrid.core.programs import program
+from sglang_hybrid.core.programs import UsageError, program
 from sglang_hybrid.core.sentences import plain
-from sglang_hybrid.extensions.lab.command_line import jobs_of, name_of, parser, traffic_of
+from sglang_hybrid.extensions.lab.command_line import jobs_of, name_of, parser, specs, traffic_of
 from sglang_hybrid.extensions.lab.reports.tables import show_results
 from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
 from sglang_hybrid.extensions.lab.simulation.traces.formats import write_trace
@@ -22,6 +22,8 @@ from sglang_hybrid.extensions.lab.simulation.traces.lines import whole_file
 
 AVMP = "avmp"
 """In the place of a trace: the comparison of the AVMP paper."""
+
+ASSUMED = "the costs of Marconi's 7B model are assumed; --model DIR takes those of yours"
 
 
 @program
@@ -38,6 +40,10 @@ def _main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     to_stdout = options.json is not None and str(options.json) == "-"
     console = Console(stderr=to_stdout, markup=False, emoji=False)
     name = name_of(options)
+    if options.model is None and options.profile is None and options.record is None:
+        console.print(ASSUMED)
+    if options.follow:
+        return _follow(options, console)
     jobs = [] if options.record else jobs_of(options, name)
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ValueError(f"{options.json} cannot be written: there is no such directory")
@@ -52,6 +58,18 @@ def _main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     show_results(results, requests, console)
     if options.json is not None:
         _write_json(options.json, _summary(options, jobs[0], results, command))
+    return 0
+
+
+def _follow(options: argparse.Namespace, console: Console) -> int:
+    from sglang_hybrid.extensions.lab import shadow
+
+    for given in ("generate", "limit", "hints", "record", "report", "json", "prefill"):
+        if getattr(options, given) is not None:
+            raise UsageError(f"--follow goes on without end: leave out --{given}")
+    options.instant = True
+    options.policy = options.policy or specs(shadow.POLICIES)
+    shadow.follow(options.trace, jobs_of(options, "live"), options.metrics_port, console)
     return 0
 
 
