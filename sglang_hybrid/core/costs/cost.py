@@ -98,7 +98,9 @@ class CostModel:
         )
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, kv_value_bytes: int = 2) -> CostModel:
+    def from_config(
+        cls, config: Mapping[str, Any], *, kv_value_bytes: int = 2, conv_value_bytes: int = 2
+    ) -> CostModel:
         """Read a Hugging Face config (the content of config.json). Raises ValueError naming a field
         that is missing.
         """
@@ -107,6 +109,7 @@ class CostModel:
             read.layers,
             kv_value_bytes=kv_value_bytes,
             ssm_value_bytes=read.ssm_value_bytes,
+            conv_value_bytes=conv_value_bytes,
             assumed=read.assumed,
         )
 

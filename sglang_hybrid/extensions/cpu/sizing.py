@@ -70,7 +70,10 @@ def model_sizes(model_path: str, dtype: str) -> Sizes | None:
     config = read_config(directory)
     value_bytes = _VALUE_BYTES[DTYPES[dtype]]
     try:
-        cost = CostModel.from_config(config, kv_value_bytes=value_bytes)
+        # The platform has SGLang keep the windows of convolutions in the model's type, too.
+        cost = CostModel.from_config(
+            config, kv_value_bytes=value_bytes, conv_value_bytes=value_bytes
+        )
     except ValueError:
         return None
     return Sizes(

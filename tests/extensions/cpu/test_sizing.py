@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hybrid.core.costs.model_config import read_layers
 from sglang_hybrid.extensions.cpu import sizing
 from sglang_hybrid.extensions.cpu.models import build_tiny_model
 from sglang_hybrid.extensions.cpu.sizing import (
@@ -29,6 +30,9 @@ def test_sizes_of_a_model(hybrid: Path) -> None:
     assert narrow.weights == stored // 2
     assert wide.kv_token == 2 * narrow.kv_token > 0
     assert wide.state > wide.kv_token
+    config = json.loads((hybrid / "config.json").read_text())
+    windows = sum(layer.conv_values for layer in read_layers(config).layers)
+    assert wide.state - narrow.state == 2 * windows > 0
 
 
 def test_a_plain_transformer_has_no_state(tmp_path: Path) -> None:
