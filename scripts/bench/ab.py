@@ -1,19 +1,18 @@
-"""SGLang's own prefix cache and ours on a real server: the same trace, the same pools."""
+"""SGLang's own prefix cache and ours on real servers: the same trace, the same bytes."""
 
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
-from scripts.bench.commands import APPENDED, Count
-from scripts.bench.measured import Configuration, Result, measure, measure_in_pairs, report
+from scripts.bench.commands import APPENDED
+from scripts.bench.measured import Configuration, measure_in_pairs, report
 from scripts.bench.report import BenchFailed
 from scripts.bench.servers import flags_of, vocabulary_of
-from scripts.bench.traces import find, preset_of
+from scripts.bench.traces import SIZES, find, preset_of
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.cpu.models import build_tiny_model, tiny_model_directory
 from sglang_hybrid.extensions.cpu.models.tokenizer import FIRST_TEXT_ID
@@ -24,13 +23,8 @@ from sglang_hybrid.extensions.lab.simulation.traces.slices import (
     to_vocabulary,
 )
 
-CANDIDATES = (
-    "--mamba-max-states-per-path 2",
-    "--mamba-max-states-per-path 2 --mamba-radix-cache-strategy extra_buffer_lazy",
-    "--mamba-track-interval 128 --mamba-radix-cache-strategy extra_buffer_lazy",
-    "--mamba-radix-cache-strategy no_buffer --disable-overlap-schedule",
-)
-"""Flags with which SGLang's own cache may do better than at its defaults."""
+RUNNING = 4
+"""Requests that a server may run at once."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ the 8,192 tokens that SGLang takes on a large GPU."""
 def configurations(sglang: Sequence[str], ours: Sequence[str]) -> list[Configuration]:
     """SGLang's default first, ours last."""
     default = [Configuration("SGLang, default", (), ours=False)]
-    own = [Configuration(f"SGLang, `{f}`", tuple(shlex.split(f)), ours=False) for f in sglang if f]
+    own = [Configuration(f"SGLang, `{f}`", tuple(shlex.split(f)), ours=False) for f in sglang]
     hybrid = ("--radix-cache-backend", "hybrid")
     rest = [Configuration(f"ours, `{f}`", (*hybrid, *shlex.split(f)), ours=True) for f in ours]
     return [*default, *own, Configuration("ours, default", hybrid, ours=True), *rest]
@@ -115,30 +109,11 @@ def read_slice(path: Path, preset: Preset, vocabulary: int) -> tuple[list[Reques
     return trace, about
 
 
-def measure_each(
-    chosen: Sequence[Configuration],
-    common: Sequence[str],
-    trace: Sequence[Request],
-    concurrency: int,
-    limit: float,
-) -> Iterator[Result]:
-    """One configuration after another, each announced on standard error."""
-    for configuration in chosen:
-        print(f"{configuration.name} ...", end=" ", file=sys.stderr, flush=True)
-        result = measure(configuration, common, trace, concurrency, limit)
-        said = result.error or f"{result.hit_rate:.1%}, {result.seconds:.0f} s"
-        print(said, file=sys.stderr, flush=True)
-        yield result
-
-
 def ab(
-    *traces: Annotated[str, {"metavar": "TRACE"}, "a file, or a trace's name"],
-    paired: Annotated[bool, "all servers at once, one request at a time"] = False,
+    *traces: Annotated[str, {"metavar": "TRACE"}, "a file, or a trace's name (default: all five)"],
     sglang: Annotated[
-        tuple[str, ...],
-        {**APPENDED, "metavar": "FLAGS"},
-        "a candidate for SGLang's best instead of the listed; an empty one is none",
-    ] = CANDIDATES,
+        tuple[str, ...], {**APPENDED, "metavar": "FLAGS"}, "SGLang's own cache with these, too"
+    ] = (),
     ours: Annotated[
         tuple[str, ...], {**APPENDED, "metavar": "FLAGS"}, "a further one of ours"
     ] = (),
@@ -150,48 +125,36 @@ def ab(
     ] = (),
     flags: Annotated[str | None, "further flags of SGLang for every server"] = None,
     model: Annotated[Path | None, "a directory (default: nemotron-h of 25 M)"] = None,
-    concurrency: Annotated[Count, "requests under way"] = 4,
-    limit: Annotated[float, "seconds for a configuration"] = 1200.0,
+    limit: Annotated[float, "seconds for a trace"] = 1200.0,
 ) -> int:
-    """SGLang's own prefix cache and ours on a real server: the same trace, the same pools, in turn.
+    """SGLang's own prefix cache and ours on real servers of the same bytes, request by request.
 
-    Serves SGLang's own cache at its defaults, then with every set of flags of `CANDIDATES` (or with
-    those of `--sglang`), then ours at its defaults and with every `--ours`; one server at a time.
-    Each is warmed up, flushed and sent the same slice of the trace in the trace's order; a
-    session's next turn is sent when the one before has been answered. The model's answers are
-    forced to be those of the trace, token by token, because the next turn's prompt repeats them.
+    All servers are up at once: SGLang's own cache at its defaults and with every `--sglang`, ours
+    at its defaults and with every `--ours`. Each is warmed up and flushed. Then every request of a
+    slice of the trace is sent to one after another, another one first each time, so that what else
+    the machine does slows all of them alike. The model's answers are forced to be those of the
+    trace, token by token, because the next turn's prompt repeats them.
 
-    With `--paired` all servers are up at once and get each request one after another, so that what
-    else the machine does slows all of them alike: for times to first token where it is not quiet.
+    The bytes that each server has for KV and states together are printed, and it is an error where
+    they differ.
     """
-    failed = 0
+    failed = False
     chosen = configurations(sglang, ours)
     served_by = model or default_model()
-    for path in map(find, traces):
+    for path in map(find, traces or SIZES):
         preset = preset_of(PRESETS, path).changed(change)
         more = preset.flags if flags is None else flags
         trace, about = read_slice(path, preset, vocabulary_of(served_by))
         print(
-            f"{about} {1 if paired else concurrency} at a time. "
-            f"KV pool of {preset.kv_tokens:,} tokens, {preset.state_slots} state slots"
+            f"{about} KV pool of {preset.kv_tokens:,} tokens, {preset.state_slots} state slots"
             + (f"; all with `{more}`" if more else "")
             + ".",
             flush=True,
         )
         common = [
-            *flags_of(served_by, preset.kv_tokens, preset.state_slots, concurrency),
+            *flags_of(served_by, preset.kv_tokens, preset.state_slots, RUNNING),
             *("--enable-metrics", *shlex.split(more)),
         ]
-        results: list[Result] = []
-        try:
-            if paired:
-                results += measure_in_pairs(chosen, common, trace, limit)
-            else:
-                for result in measure_each(chosen, common, trace, concurrency, limit):
-                    results.append(result)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            report(results, paired)
-            return 130
-        failed = failed or int(bool(report(results, paired)))
-    return failed
+        results = measure_in_pairs(chosen, common, served_by, trace, limit)
+        failed = report(results) or failed
+    return int(failed)

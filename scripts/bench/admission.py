@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from sglang_hybrid.hooks import patching
 
@@ -60,7 +60,6 @@ class Cache:
     """
 
     policies: tuple[str, str] | None = None
-    min_branch_tokens: int | None = None
     boundaries: MessageBoundaries | None = None
 
     def hit_rate(self, requests: list[Request], kv: int, slots: int) -> float:
@@ -72,9 +71,7 @@ class Cache:
         sizes = Sizes(
             kv=kv, states=slots, extra_buffer=not planned, grid=64, rows=8, context=context
         )
-        least = self.min_branch_tokens
-        more: dict[str, Any] = {} if least is None else {"hybrid_min_branch_tokens": least}
-        ours = None if self.policies is None else options(*self.policies, **more)
+        ours = None if self.policies is None else options(*self.policies)
         built = build_cache(sizes, ours, COST, message_boundaries=self.boundaries)
         hits = Server(built, sizes, chunk=2_048).play(requests)
         return 100 * sum(hits) / sum(request.input_len for request in requests)
@@ -97,7 +94,6 @@ OF_THOUGHTS = {
 
 def admission(
     *traces: Annotated[str, {"metavar": "TRACE"}, "a file, or a trace's name"],
-    min_branch_tokens: Annotated[tuple[int, ...], "compare these under reuse"] = (),
     thoughts: Annotated[bool, "prompts of a model whose thoughts are left out of history"] = False,
 ) -> None:
     """Hit rates of traces on the real cache with real pools and no model, in seconds.
@@ -109,8 +105,6 @@ def admission(
     chat leave it there: SGLang's own, ours with states at prompts' ends, and ours.
     """
     columns = OF_THOUGHTS if thoughts else CACHES
-    if min_branch_tokens:
-        columns = {f">= {n}": replace(REUSE, min_branch_tokens=n) for n in min_branch_tokens}
     table = Table("trace", "requests", "KV tokens", "slots", *columns)
     for path in map(find, traces or SIZES):
         preset = preset_of(PRESETS, path)

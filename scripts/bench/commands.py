@@ -28,59 +28,26 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from sglang_hybrid.core.programs import whole
 
 COMMANDS = {
-    "results": "results",
-    "figure": "figure",
-    "kernels": "kernels",
-    "cache": "operations",
-    "victim": "operations",
-    "admission": "admission",
-    "rounds": "rounds",
-    "page": "page",
-    "schedule-round": "rounds",
-    "policies": "policies",
-    "replicas": "replicas",
-    "shared-store": "replicas",
-    "answers": "answers",
-    "pools": "memory",
-    "better-split": "memory",
-    "tuner": "tuner",
-    "replay": "replay",
-    "tiers-replay": "memory",
-    "tier-codecs": "memory",
-    "prewarm": "prewarm",
-    "pins": "memory",
-    "schedule-replay": "schedule_replay",
-    "prefetch": "prefetch",
-    "server": "server",
-    "split": "server",
-    "contexts": "contexts",
-    "cold": "contexts",
-    "native": "native",
-    "profile": "profile",
     "ab": "ab",
-    "one-memory": "one_memory",
-    "moves": "one_memory",
+    "admission": "admission",
+    "policies": "policies",
+    "rounds": "rounds",
+    "cold": "cold",
+    "kernels": "kernels",
+    "split": "server",
     "tiers": "tiers",
-    "tier-steps": "tiers",
-    "agent": "agent",
-    "codecs": "codecs",
-    "modular": "modular",
-    "schedule": "queues",
-    "prewarm-server": "prewarm",
-    "restart": "restart",
+    "one-memory": "one_memory",
     "fleet": "fleet",
-    "loads": "queues",
-    "beside": "beside",
+    "replay": "replay",
+    "server": "server",
+    "results": "results",
 }
-"""Modules by subcommand, as `--help` lists them: pages, kernels, the cache in one process, replays,
-a server, servers."""
-
+"""Modules by subcommand: twelve benchmarks, and the pages that they make."""
 
 positive = whole(1)
 """Reads a number of 1 or more, for an option."""
 
 Count = Annotated[int, positive]
-HIDDEN = argparse.SUPPRESS
 APPENDED: dict[str, Any] = {"action": "append", "nargs": None}
 """For a tuple whose values are given one by one, each behind the option's name."""
 

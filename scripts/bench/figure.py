@@ -1,4 +1,4 @@
-"""Draws README's figure from a page of results."""
+"""Draws README's figure from pages of results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -30,12 +29,7 @@ MEMORIES = {
     "split, 40% for states": "40 %\nfor states",
     "split, 70% for states": "70 %\nfor states",
 }
-RESTARTS = {
-    "before the restart, with a disk tier": "before\nthe restart",
-    "after the restart, with a disk tier": "after, with\na disk tier",
-    "after the restart, without": "after,\nwithout",
-}
-"""Rows of the pages one-memory and restart, and how they are called."""
+"""Rows of the page one-memory, and how they are called."""
 
 GREY, BLUE, ORANGE = "#999999", "#0072b2", "#d55e00"
 
@@ -58,7 +52,7 @@ class Pair:
 
 
 def read_pairs(text: str) -> list[Pair]:
-    """The traces of a page that `ab --paired` made, those of which most time is saved first."""
+    """The traces of a page that `ab` made, those of which most time is saved first."""
     found = []
     for part in _TRACE.finditer(text):
         sglang, ours = (_number(_RATE.format(name), part[0]) for name in ("SGLang, d", "ours, d"))
@@ -90,15 +84,13 @@ def read_rates(text: str, rows: Sequence[str], column: int) -> list[float]:
     return found
 
 
-def draw(
-    pairs: Sequence[Pair], memories: Sequence[float], restarts: Sequence[float], file: Path
-) -> None:
+def draw(pairs: Sequence[Pair], memories: Sequence[float], file: Path) -> None:
     """Two groups of bars for each trace: hit rates, and what is left of SGLang's work and time.
-    Below them hit rates in one memory and in three splits of it, and before and after a restart.
+    Beside them hit rates in one memory and in three splits of it.
     """
     with rc_context(STYLE | {"svg.hashsalt": "worth"}):
-        figure = Figure(figsize=(1.25 * WIDTH, 5.4), layout="constrained")
-        (hits, left), (memory, restart) = figure.subplots(2, 2)
+        figure = Figure(figsize=(1.9 * WIDTH, 2.7), layout="constrained")
+        hits, left, memory = figure.subplots(1, 3, width_ratios=(3, 3, 2))
         names = [TITLES.get(pair.trace.split("_")[0], pair.trace) for pair in pairs]
         _bars(hits, names, "SGLang's cache", [pair.sglang for pair in pairs], -0.2, GREY)
         _bars(hits, names, "ours", [pair.ours for pair in pairs], 0.2, BLUE)
@@ -110,9 +102,7 @@ def draw(
         for axes in (hits, left):
             axes.legend(loc="upper right", ncols=2)
         _bars(memory, [*MEMORIES.values()], "", [*memories], 0, BLUE)
-        memory.set(title="documents, then chats: hit rate by memory, %", ylim=(0, 120))
-        _bars(restart, [*RESTARTS.values()], "", [*restarts], 0, BLUE)
-        restart.set(title="known documents, new questions: hit rate, %", ylim=(0, 120))
+        memory.set(title="hit rate by memory, %", ylim=(0, 120))
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
@@ -125,18 +115,13 @@ def _bars(
     axes.set_xticks(range(len(names)), names, fontsize=7)
 
 
-def figure(
-    page: Annotated[str, "of docs/results"] = "ab-paired",
-    file: Path = ROOT / "docs" / "worth.svg",
-) -> None:
+def draw_figure(file: Path = ROOT / "docs" / "worth.svg") -> None:
     """Draws README's figure from pages of results: what the cache is worth beside SGLang's own.
 
-    Of each trace of `ab --paired`: the share of its prompt tokens that each server hits, and what
+    Of each trace of the page `ab`: the share of its prompt tokens that each server hits, and what
     ours prefills and how long its requests wait for their first token, as a multiple of SGLang's.
-    What one memory adds, from the page `one-memory`; what a restart keeps, from `restart`.
+    What one memory adds, from the page `one-memory`.
     """
-    pairs = read_pairs((RESULTS / f"{page}.md").read_text())
+    pairs = read_pairs((RESULTS / "ab.md").read_text())
     memories = read_rates((RESULTS / "one-memory.md").read_text(), list(MEMORIES), -1)
-    restarts = read_rates((RESULTS / "restart.md").read_text(), list(RESTARTS), 1)
-    draw(pairs, memories, restarts, file)
-    print(f"{len(pairs)} traces of {page}, one memory and a restart are drawn.")
+    draw(pairs, memories, file)

@@ -1,30 +1,27 @@
-"""One configuration of a server, measured on a trace: SGLang's own launcher, or ours."""
+"""Configurations of a server, measured on a trace: SGLang's own launcher, or ours."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import re
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.bench.pairs import against_the_first
-from scripts.bench.report import ROOT, Table, times_of
+from scripts.bench.report import ROOT, BenchFailed, Table, times_of
 from scripts.bench.servers import LAUNCHERS, flush
 from scripts.bench.traffic import Outcome, drive, drive_in_pairs
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.cpu.models.tokenizer import FIRST_TEXT_ID
+from sglang_hybrid.extensions.cpu.sizing import Sizes, model_sizes
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
-
-WATCH_SECONDS = 2.0
-"""Between looks at a server's metrics while it works."""
-KV_EVICTED = "sglang:evicted_tokens_total"
 
 
 @dataclass(frozen=True)
@@ -43,19 +40,61 @@ class Configuration:
         return ServerProcess(flags, module=module, directory=ROOT, environment=self.environment)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a server has for KV and states together, and how they are divided."""
+
+    budget: int
+    division: str
+
+
+def memory_of_pools(log: str, sizes: Sizes) -> Memory:
+    """The memory of a server with a pool for each kind, from what it logged about the pools. Raises
+    BenchFailed where it logged nothing.
+    """
+    tokens = re.search(r"KV Cache is allocated\..*#tokens: (\d+)", log)
+    slots = re.search(r"Mamba Cache is allocated\. max_mamba_cache_size: (\d+)", log)
+    if tokens is None or slots is None:
+        raise BenchFailed("the server's log does not say how large its pools are")
+    kv, states = int(tokens[1]), int(slots[1])
+    division = f"{kv:,} tokens of KV and {states:,} states"
+    return Memory(kv * sizes.kv_token + states * sizes.state, division)
+
+
+def memory_of(server: ServerProcess, sizes: Sizes) -> Memory:
+    """What a running server has for KV and states. One memory says its own budget: the pools of its
+    log are as large as either kind could become.
+    """
+    state = requests.get(server.url + "/server_info", timeout=30).json()["internal_states"][0]
+    one = state.get("hybrid_cache", {}).get("memory")
+    if one is not None:
+        return Memory(one["budget"], "one memory")
+    return memory_of_pools(server.log.read_text(errors="replace"), sizes)
+
+
+def check_budgets(results: Sequence[Result]) -> None:
+    """Print each configuration's memory. Raises BenchFailed where the bytes differ."""
+    told = [(r.configuration.name, r.memory) for r in results if r.memory is not None]
+    for name, memory in told:
+        print(f"Memory of {name}: {memory.budget:,} bytes ({memory.division}).", flush=True)
+    if len({memory.budget for _, memory in told}) > 1:
+        each = ", ".join(f"{name} {memory.budget:,}" for name, memory in told)
+        raise BenchFailed(
+            f"the servers must have the same bytes for KV and states; they have {each}"
+        )
+
+
 @dataclass
 class Result:
-    """What one configuration did; an error of the server itself leaves no outcomes. counted: by how
-    much the server's own metrics grew; slots_free: the fewest state slots that they said, -1 if
-    they did not say.
+    """What one configuration did; an error of the server itself leaves no outcomes. memory: what it
+    has for KV and states; counted: by how much the server's own metrics grew.
     """
 
     configuration: Configuration
     outcomes: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0
-    pools: tuple[str, ...] = ()
+    memory: Memory | None = None
     counted: dict[str, float] = field(default_factory=dict)
-    slots_free: int = -1
     error: str = ""
 
     @property
@@ -80,31 +119,6 @@ class Result:
         times = [outcome.ttft * 1000 for outcome in self.served]
         low, middle, high = np.percentile(times, (5, 50, 95)).tolist()
         return (low, middle, high)
-
-
-async def watched(
-    url: str, driving: Awaitable[list[Outcome]], limit: float
-) -> tuple[list[Outcome], int]:
-    """What `driving` returns, and the fewest free state slots that the server's metrics said.
-
-    Raises `TimeoutError` after `limit` seconds.
-    """
-    least = math.inf
-
-    async def watch() -> None:
-        nonlocal least
-        with contextlib.suppress(requests.RequestException):
-            while True:
-                now = await asyncio.to_thread(metrics, url)
-                least = min(least, now.get("sglang:mamba_available_tokens", math.inf))
-                await asyncio.sleep(WATCH_SECONDS)
-
-    watching = asyncio.create_task(watch())
-    try:
-        outcomes = await asyncio.wait_for(driving, limit)
-    finally:
-        watching.cancel()
-    return outcomes, int(least) if math.isfinite(least) else -1
 
 
 def warm_up(url: str, concurrency: int) -> None:
@@ -134,13 +148,11 @@ def measure(
     result = Result(configuration)
     try:
         with configuration.server(common) as server:
-            result.pools = pools(server.log.read_text(errors="replace"))
             warm_up(server.url, concurrency)
             before = metrics(server.url)
             start = time.perf_counter()
-            result.outcomes, result.slots_free = asyncio.run(
-                watched(server.url, drive(server.url, trace, concurrency), limit)
-            )
+            driving = drive(server.url, trace, concurrency)
+            result.outcomes = asyncio.run(asyncio.wait_for(driving, limit))
             result.seconds = time.perf_counter() - start
             if server.process is not None and server.process.poll() is not None:
                 result.error = f"the server ended (log: {server.log}):\n{server.tail()}"
@@ -157,18 +169,26 @@ def measure(
 def measure_in_pairs(
     configurations: Sequence[Configuration],
     common: Sequence[str],
+    model: Path,
     trace: Sequence[Request],
     limit: float,
 ) -> list[Result]:
-    """`measure` for all at once. One that fails fails all; nothing is watched meanwhile."""
+    """All configurations at once: each request is sent to one server after another. One that fails
+    fails all. Raises BenchFailed where the servers' memories have not the same bytes.
+    """
+    sizes = model_sizes(str(model), "float32")
+    if sizes is None:
+        raise BenchFailed(f"the bytes of a state are not known for the model in {model}")
     results = [Result(configuration) for configuration in configurations]
     try:
         with contextlib.ExitStack() as stack:
             servers = []
             for result in results:
                 servers.append(stack.enter_context(result.configuration.server(common)))
-                result.pools = pools(servers[-1].log.read_text(errors="replace"))
-                warm_up(servers[-1].url, 1)
+                result.memory = memory_of(servers[-1], sizes)
+            check_budgets(results)
+            for server in servers:
+                warm_up(server.url, 1)
             driving = drive_in_pairs([server.url for server in servers], trace)
             outcomes = asyncio.run(asyncio.wait_for(driving, limit))
     except TimeoutError:
@@ -191,23 +211,18 @@ def metrics(url: str) -> dict[str, float]:
     return totals
 
 
-def pools(log: str) -> tuple[str, ...]:
-    """What the server said about the pools that it allocated."""
-    return tuple(re.findall(r"(?:Mamba|KV) Cache is allocated\. (.*\S)", log))
-
-
 def show(results: Sequence[Result]) -> None:
     """Print the table; ratios are to the first row, and `best` is SGLang's own that hits most."""
     own = [result for result in results if not result.configuration.ours and not result.error]
     best = max(own, key=lambda result: result.hit_rate, default=None)
     table = Table(
         *("configuration", "token hit rate", "prefilled tokens", "TTFT P5 / P50 / P95, ms"),
-        *("wall, s", "served / failed", "KV evicted, fewest slots free"),
+        *("wall, s", "served / failed"),
     )
     for result in results:
         name = result.configuration.name + (" (SGLang's best)" if result is best else "")
         if result.error:
-            table.row(name, f"failed: {' '.join(result.error.split())[:80]}", *[""] * 5)
+            table.row(name, f"failed: {' '.join(result.error.split())[:80]}", *[""] * 4)
         else:
             table.row(name, *cells(result, results[0]))
 
@@ -222,22 +237,17 @@ def cells(result: Result, base: Result) -> list[str]:
         f"{times} ({ratio})",
         f"{result.seconds:.0f} ({times_of(result.seconds, base.seconds)})",
         f"{len(result.served)} / {len(result.outcomes) - len(result.served)}",
-        f"{result.counted.get(KV_EVICTED, 0.0):,.0f}, {result.slots_free}",
     ]
 
 
-def report(results: Sequence[Result], paired: bool) -> list[str]:
-    """Print pools, failures and the table; returns what failed."""
-    for pool in dict.fromkeys(pool for result in results for pool in result.pools):
-        print(f"Pool: {pool}.")
-    if len({result.pools for result in results if result.pools}) > 1:
-        print("The pools are NOT the same for all.")
+def report(results: Sequence[Result]) -> bool:
+    """Print failures and the tables; returns whether something failed."""
     errors = [outcome.error for result in results for outcome in result.outcomes if outcome.error]
     print("".join(f"Failed: {error}.\n" for error in dict.fromkeys(errors)))
-    if results:
-        show(results)
-    if paired and results:
-        print()
-        against_the_first([(r.configuration.name, r.outcomes) for r in results])
+    show(results)
+    print()
+    if any(result.error for result in results):
+        return True
+    against_the_first([(r.configuration.name, r.outcomes) for r in results])
     print(flush=True)
-    return errors + [result.error for result in results if result.error]
+    return bool(errors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Annotated
@@ -17,7 +16,6 @@ from sglang_hybrid.core.victims.eviction import POLICIES
 from sglang_hybrid.extensions.lab.runner import Job, Runner
 from sglang_hybrid.extensions.lab.simulation.future import Oracle
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
-from sglang_hybrid.extensions.lab.simulation.simulator import Simulator
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.generators import generate, traffic
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
@@ -65,57 +63,6 @@ def candidates(requests: list[Request], budget: int, workers: int) -> None:
         table.row("at once" if clock is None else "in time", f"{spent:.1f}")
 
 
-def by_length(rounds: int) -> None:
-    """Templates and questions of one proportion, at five lengths; the cache holds a fixed share."""
-    print("\nCost of a request by its tokens, microseconds:\n")
-    lengths = [1_000, 4_000, 16_000, 64_000]
-    table = Table("policy", *(f"{length:,}" for length in lengths), "grows as length ^")
-    rng = np.random.default_rng(0)
-    for name in POLICIES:
-        spent = []
-        for length in lengths:
-            shared = [rng.integers(0, 32_000, length // 2) for _ in range(10)]
-            requests = []
-            for number in range(300):
-                own = rng.integers(0, 32_000, length // 2)
-                tokens = np.concatenate([shared[number % 10], own]).astype(np.int32)
-                requests.append(Request(number, 0, float(number), tokens, length - 10))
-            budget = 30 * (COST.state_bytes + length * COST.kv_bytes_per_token)
-
-            def work(requests: list[Request] = requests, budget: int = budget) -> None:
-                simulator(name, budget).run(requests)  # noqa: B023
-
-            spent.append(processor(work, rounds) / len(requests) * 1e6)
-        slope = math.log(spent[-1] / spent[0]) / math.log(lengths[-1] / lengths[0])
-        table.row(name, *(f"{one:,.0f}" for one in spent), f"{slope:.2f}")
-
-
-def by_checkpoints(rounds: int) -> None:
-    """Short prompts, none of which comes back, through caches that are full of them."""
-    print("\nCost of a request by the checkpoints in the cache, microseconds:\n")
-    counts = [100, 1_000, 10_000]
-    table = Table("policy", *(f"{count:,}" for count in counts))
-    rng = np.random.default_rng(0)
-    for name in POLICIES:
-        spent = []
-        for count in counts:
-            requests = [
-                Request(number, 0, float(number), rng.integers(0, 2**30, 48).astype(np.int32), 40)
-                for number in range(count + 2_000)
-            ]
-            cache = simulator(name, count * (COST.state_bytes + 48 * COST.kv_bytes_per_token))
-            cache.run(requests[:count])
-            seconds = processor(lambda: cache.run(requests[count:]), 1)  # noqa: B023
-            spent.append(seconds / 2_000 * 1e6)
-        table.row(name, *(f"{one:,.0f}" for one in spent))
-
-
-def simulator(name: str, budget: int) -> Simulator:
-    cache = Spec(name).build(Setting(COST, budget, []))
-    assert isinstance(cache, Simulator)
-    return cache
-
-
 def replay(
     trace: Annotated[str, "instead of tau-bench, or of generated agents"] = "",
     gigabytes: float = 10.0,
@@ -124,9 +71,8 @@ def replay(
 ) -> None:
     """How fast a replay is.
 
-    Per policy; for a tuner's candidates on two workers; how the cost of a request grows with its
-    length and with the number of checkpoints. Processor time in one process, except for the
-    workers, where it is wall time.
+    Per policy, and for a tuner's candidates on two workers. Processor time in one process, except
+    for the workers, where it is wall time.
     """
     name = trace or "taubench_airline"
     try:
@@ -140,5 +86,3 @@ def replay(
     per_policy(requests, budget, rounds)
     per_policy(requests, budget, rounds, Serving())
     candidates(requests, budget, workers)
-    by_length(rounds)
-    by_checkpoints(rounds)

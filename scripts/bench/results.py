@@ -30,9 +30,8 @@ Each page has a table, what was measured, and what there is to say of the number
 `python scripts/bench.py results NAME` makes its table again. [benchmarks.md](../benchmarks.md) has
 the conclusions. This list is made by `python scripts/bench.py results --contents`.
 
-Notes are about the numbers of the date given; "an earlier one" says that the commit was not noted.
-A page that is made by hand says where its numbers are from. Run without a name, `results` leaves
-out what takes from some minutes to hours.
+Notes are about the numbers of the date given. Run without a name, `results` leaves out what takes
+from some minutes to hours.
 
 | page | what | date | made by |
 |---|---|---|---|
@@ -149,6 +148,7 @@ def results(
     *names: Annotated[str, {"metavar": "NAME"}, "pages"],
     list_: Annotated[bool, "names and commands; nothing runs"] = False,
     contents_: Annotated[bool, "only the table of contents"] = False,
+    figure: Annotated[bool, "only README's figure, docs/worth.svg"] = False,
 ) -> None:
     """Makes the pages of docs/results again, each by the command that it carries.
 
@@ -156,6 +156,7 @@ def results(
         python scripts/bench.py results rounds ab      # these
         python scripts/bench.py results --list         # names and commands; nothing runs
         python scripts/bench.py results --contents     # their table of contents; nothing runs
+        python scripts/bench.py results --figure       # README's figure of them; nothing runs
 
     A page has its table between two comments, of which the first carries the command:
 
@@ -170,7 +171,11 @@ def results(
     there is none.
     """
     found = pages()
-    if contents_:
+    if figure:
+        from scripts.bench.figure import draw_figure
+
+        draw_figure()
+    elif contents_:
         (RESULTS / CONTENTS).write_text(contents(found))
     elif not list_:
         make_again(found, names, execute)

@@ -15,24 +15,16 @@ import torch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
-from scripts.bench.commands import HIDDEN
 from scripts.bench.report import Table, seconds_of, versions
-from scripts.bench.tree_memory import (
-    CACHES,
-    leaf,
-    measure_trees,
-    memory_table,
-)
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.flag_values import Schedule
+from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.cache.shipped import shipped
 
-ORDERS: dict[str, tuple[HybridConfig | None, str, str]] = {
-    "SGLang, Python core, lpm": (None, "python", "lpm"),
-    "SGLang, Rust core, lpm": (None, "rust", "lpm"),
-    "ours, lpm": (HybridConfig(), "", "lpm"),
-    "ours, window": (HybridConfig(hybrid_schedule=Schedule.WINDOW), "", "fcfs"),
+CACHES: dict[str, tuple[HybridConfig | None, str]] = {
+    "SGLang, Python core": (None, "python"),
+    "SGLang, Rust core": (None, "rust"),
+    "ours, reuse": (options("reuse"), ""),
 }
 
 ALLOCATORS = {
@@ -52,8 +44,6 @@ GROUP = 16
 
 ANSWER = 8
 
-ROUNDS = 20
-
 
 class Waiting:
     """A cache, and `count` requests of `tokens` tokens that wait for it. Of each prompt the first
@@ -67,9 +57,8 @@ class Waiting:
         tokens: int,
         count: int,
         *,
-        policy: str = "lpm",
-        admitted: int = 1,
-        allocator: type = TokenToKVPoolAllocator,
+        admitted: int,
+        allocator: type,
     ) -> None:
         groups, half, own = -(-count // GROUP), tokens // 2, 1 << 24
         sizes = Sizes(
@@ -80,7 +69,7 @@ class Waiting:
         )
         cache = build_cache(sizes, how, tree_core=core, token_allocator=allocator)
         self.server = Server(cache, sizes)
-        self.policy = SchedulePolicy(policy, cache, False, False, False)
+        self.policy = SchedulePolicy("lpm", cache, False, False, False)
         self.times: defaultdict[str, list[float]] = defaultdict(list)
         for group in range(groups):
             self.server.serve(range(group * half, (group + 1) * half), [1] * ANSWER)
@@ -92,19 +81,6 @@ class Waiting:
 
     def rank(self) -> None:
         self.policy.calc_priority(self.queue)
-
-    def round(self) -> float:
-        """Milliseconds of processor time until the first request would be tried."""
-
-        def before_the_first() -> None:
-            self.rank()
-            self.server.adder(self.queue)
-
-        return 1e3 * seconds_of(before_the_first, time.thread_time)
-
-    def change(self, number: int) -> None:
-        """The tree gets another leaf with a state."""
-        self.server.cache.insert(leaf((1 << 28) + ANSWER * number, ANSWER, number))
 
     def serve_all(self, running: int) -> dict[str, float]:
         """Microseconds by what was done."""
@@ -159,16 +135,13 @@ def rounds(
     running: int = 8,
     tokens: tuple[int, ...] = (1_024, 16_384, 131_072),
     repeat: Annotated[int, "the least of so many repetitions is shown"] = 5,
-    memory: Annotated[int | None, {"metavar": "NODES"}, "memory of a tree, instead"] = None,
-    tree: Annotated[tuple[str, str] | None, {"help": HIDDEN}] = None,
 ) -> None:
     """What requests that wait cost the scheduler: SGLang's two cores and ours, on the same ones.
 
     SGLang's `lpm` ranking and prefill adders on its pools with tiny tensors, no model,
     one process, one thread. Of each prompt the first half is cached and shared by 16 requests, the
     rest is its own. In a round all that wait are ranked and one is admitted, prefilled, answered
-    and published. So a request is looked up as often as it waits for rounds. `--memory`: what a
-    tree of so many nodes takes of the machine's memory, each cache in a process of its own.
+    and published. So a request is looked up as often as it waits for rounds.
 
     Microseconds of processor time: `first` and `again`, the first two look-ups of a request
     (medians); `rank`, ranking all that wait (median); `admit`, look-up and admission (median);
@@ -180,12 +153,6 @@ def rounds(
     (`--repeat`): what else runs on the machine makes all of it slower.
     """
     torch.set_num_threads(1)
-    if tree is not None:
-        measure_trees(tree[0], int(tree[1]))
-        return
-    if memory is not None:
-        memory_table(memory)
-        return
     print(f"{versions()}; {waiting} waiting, {running} running; microseconds of processor time.\n")
     columns = ("first", "again", "rank", "admit", "publish", "life", "free")
     table = Table("cache", "allocator", "tokens", *columns, text=2)
@@ -198,35 +165,3 @@ def rounds(
                 least.update({part: min(us, least[part]) for part, us in times.items()})
         for run, least in found.items():
             table.row(*run, f"{length:,}", *(f"{least[column]:,.0f}" for column in columns))
-
-
-def schedule_round(
-    tokens: Annotated[int, "of each prompt"] = 16_384, waiting: tuple[int, ...] = (128, 1_000)
-) -> None:
-    """What a round of the scheduler costs while many requests wait: SGLang's `lpm` and our window.
-
-    SGLang's pools with tiny tensors, no model, one process, one thread. Of each prompt the first
-    half is cached and shared by 16 requests. A round is what comes before the first request is
-    tried: SGLang's `calc_priority`, and the prefill adder, in which ours has the queue arranged.
-    SGLang's `lpm` is first-come with more than 128 waiting; then it does not look at them.
-
-    Milliseconds of processor time, medians of 20 rounds: `again`, with requests that were looked at
-    before; `tree changed`, after another prompt was stored; `first`, the first round of all, once.
-    """
-    torch.set_num_threads(1)
-    print(f"{versions()}; prompts of {tokens:,} tokens; milliseconds of processor time.\n")
-    table = Table("order", "waiting", "first", "again", "tree changed")
-    for name, (how, core, policy) in ORDERS.items():
-        for count in waiting:
-            gc.collect()
-            queue = Waiting(how, core, tokens, count, policy=policy)
-            gc.freeze()
-            first = queue.round()
-            again = median(queue.round() for _ in range(ROUNDS))
-            changed = []
-            for number in range(ROUNDS):
-                queue.change(number)
-                changed.append(queue.round())
-            gc.unfreeze()
-            times = (first, again, median(changed))
-            table.row(name, f"{count:,}", *(f"{ms:.2f}" for ms in times))

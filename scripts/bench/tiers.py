@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
-
-import numpy as np
 
 from scripts.bench.ab import PRESETS, Preset, read_slice
 from scripts.bench.commands import Count, one_of
-from scripts.bench.measured import Configuration, measure, warm_up
-from scripts.bench.report import ROOT, BenchFailed, Table
-from scripts.bench.servers import LAUNCHERS, flags_of, hybrid_cache, vocabulary_of
+from scripts.bench.measured import Configuration, measure
+from scripts.bench.report import BenchFailed, Table
+from scripts.bench.servers import LAUNCHERS, flags_of, vocabulary_of
 from scripts.bench.traces import find, preset_of
-from scripts.bench.traffic import Steps, beside, drive, hit_rate, probe
-from sglang_hybrid.core.traffic.requests import Request
+from scripts.bench.traffic import hit_rate
 from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 from sglang_hybrid.extensions.lab.simulation.traces.slices import reusable_tokens
-from sglang_hybrid.serving.server_process import ServerProcess
 
 PRESETS_OF_TIERS = {
     "sharegpt_55": ("kv_tokens=4096",),
@@ -85,57 +80,3 @@ def tiers(
             _, middle, high = result.ttft
             cells = (f"{hit:.1%}", f"{best:.1%}", f"{each:.3f}", f"{middle:.0f}", f"{high:.0f}")
             table.row(name, cache, *cells)
-
-
-TRACE = "sharegpt_55"
-KV_TOKENS, STATE_SLOTS = 60_000, 500
-RUNNING = 3
-"""The streamed answer, and two requests of the trace."""
-
-TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
-ALL_IS_COPIED = {"SGLANG_HYBRID_OFFLOAD_WATERMARK": "0"}  # though nothing is evicted
-SERVERS = {"without tiers": (), "with copies": TIERS}
-
-
-async def hits_and_steps(url: str, trace: list[Request]) -> tuple[float, np.ndarray]:
-    """Hit rate of the trace, and milliseconds of all steps meanwhile [n]."""
-    steps = Steps()
-    async with beside(probe(url, steps)):
-        outcomes = await drive(url, trace, RUNNING - 1)
-    return hit_rate(outcomes), np.array([gap for gap, _ in steps.between()]) * 1e3
-
-
-def tier_steps(
-    requests: Annotated[Count, "of the trace"] = 150,
-    rounds: Annotated[Count, "of both servers"] = 2,
-) -> None:
-    """What copies in the background cost a step: a real server with host memory below it, and
-    without.
-
-    A slice of sharegpt_55 on a device that holds all of it, so that hits are the same on both
-    servers and nothing is loaded: first without tiers, then with --hicache-write-policy
-    write_through and a watermark of 0, so that what every request leaves is copied in the
-    background, and again. Meanwhile one long answer is streamed; the time between its tokens is a
-    step as a client sees it.
-    """
-    model, path = ensure_tiny_model(), find(TRACE)
-    preset = preset_of(PRESETS, path).changed([f"requests={requests}"])
-    trace, _ = read_slice(path, preset, vocabulary_of(model))
-    common = flags_of(model, KV_TOKENS, STATE_SLOTS, RUNNING)
-    table = Table("server", "hit rate", "MB copied", "steps", "P50, ms", "P99, ms", text=1)
-    highest: dict[str, list[float]] = {name: [] for name in SERVERS}
-    for _ in range(rounds):
-        for name, flags in SERVERS.items():
-            with ServerProcess(
-                [*common, *flags], directory=ROOT, environment=ALL_IS_COPIED
-            ) as server:
-                warm_up(server.url, RUNNING - 1)
-                hits, times = asyncio.run(hits_and_steps(server.url, trace))
-                tiers = hybrid_cache(server.url)["tiers"]
-            copied = 0 if tiers is None else tiers["written_bytes"]
-            middle, high = np.percentile(times, (50, 99)).tolist()
-            highest[name].append(high)
-            cells = (f"{hits:.1%}", f"{copied / 1e6:.1f}", f"{len(times):,}")
-            table.row(name, *cells, f"{middle:.1f}", f"{high:.1f}")
-    without, copying = (float(np.median(highest[name])) for name in SERVERS)
-    print(f"\nP99 with copies over without: {copying / without:.2f}")

@@ -39,9 +39,7 @@ Seeds = Annotated[int | None, {"metavar": "SEEDS"}, "generated traffic instead, 
 """For options: where traces are, and how many seeds of generated traffic replace them."""
 
 COST = CostModel.paper_7b()
-NEMOTRON_H_8B = COST.with_sizes(kv_bytes_per_token=16_384, state_bytes=102_137_856)
-TWO_POOLS, ONE_MEMORY = Serving(), Serving(one_memory=True)
-RULES = {"paper": None, "served": TWO_POOLS, "one": ONE_MEMORY}
+RULES = {"paper": None, "served": Serving(), "one": Serving(one_memory=True)}
 """How requests are served in a replay: by the paper's rules, or as a server does."""
 
 Preset = TypeVar("Preset")

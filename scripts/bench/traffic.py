@@ -6,22 +6,17 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from scripts.bench.forced import ForcedAnswer
 from scripts.bench.report import BenchFailed
 from scripts.bench.servers import greedy
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.cpu.models.tokenizer import FIRST_TEXT_ID
-
-PROBE_TOKENS = 2_000
-"""Of one long answer of `probe`; the next one follows it."""
 
 
 @dataclass(frozen=True)
@@ -141,47 +136,3 @@ def hit_rate(outcomes: Sequence[Outcome]) -> float:
         raise BenchFailed(f"{len(failed)} requests failed: {failed[0]}")
     prompts = sum(outcome.prompt_tokens for outcome in outcomes)
     return sum(outcome.cached_tokens for outcome in outcomes) / prompts
-
-
-@dataclass
-class Steps:
-    """When each token of the probe came, and when workers were seen; seconds of one clock."""
-
-    tokens: list[list[float]] = field(default_factory=list)
-    looks: list[tuple[float, bool]] = field(default_factory=list)
-
-    def between(self) -> Iterator[tuple[float, bool]]:
-        """Seconds between two tokens, and whether a worker ran when the second came."""
-        times = [time for time, _ in self.looks]
-        for answer in self.tokens:
-            for before, now in pairwise(answer):
-                at = int(np.searchsorted(times, now)) - 1
-                yield now - before, at >= 0 and self.looks[at][1]
-
-
-async def probe(url: str, steps: Steps) -> None:
-    """Long answers, one after another, until cancelled."""
-    body = {
-        "input_ids": [FIRST_TEXT_ID] * 4,
-        "sampling_params": {"temperature": 1, "ignore_eos": True, "max_new_tokens": PROBE_TOKENS},
-        "stream": True,
-    }
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
-        while True:
-            steps.tokens.append([])
-            async with client.post(url + "/generate", json=body) as response:
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        steps.tokens[-1].append(time.perf_counter())
-
-
-@contextlib.asynccontextmanager
-async def beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """What runs while the block does, and is cancelled at its end."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

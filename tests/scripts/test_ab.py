@@ -8,10 +8,12 @@ import torch
 
 from scripts.bench import ab, measured, traffic
 from scripts.bench.forced import ForcedAnswer
-from scripts.bench.measured import Configuration, Result
+from scripts.bench.measured import Configuration, Memory, Result
 from scripts.bench.pairs import against_the_first
+from scripts.bench.report import BenchFailed
 from scripts.bench.traffic import Outcome
 from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.cpu.sizing import Sizes
 
 
 def request(session: int) -> Request:
@@ -55,10 +57,7 @@ def test_an_answer_that_is_not_the_traces_fails() -> None:
 
 def result(name: str, cached: int, ttft: float, *, ours: bool = False) -> Result:
     outcomes = [Outcome(100, cached, ttft), Outcome(error="timed out")]
-    evicted = {measured.KV_EVICTED: 1234.0}
-    return Result(
-        Configuration(name, (), ours), outcomes, seconds=2.0, counted=evicted, slots_free=0
-    )
+    return Result(Configuration(name, (), ours), outcomes, seconds=2.0)
 
 
 def test_rates_count_what_was_served() -> None:
@@ -83,14 +82,21 @@ def test_the_table_compares_with_the_default_and_names_sglangs_best(
     assert "| failed: no memory |" in lines[4]
     assert lines[5] == (
         "| ours, default | 50.0% (2.00x) | 50 (0.67x) | 100 / 100 / 100 (0.50x / 0.50x / 0.50x) "
-        "| 2 (1.00x) | 1 / 1 | 1,234, 0 |"
+        "| 2 (1.00x) | 1 / 1 |"
     )
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_a_server_that_failed_is_reported_without_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    own, ours = (Result(Configuration(name, (), ours=False)) for name in ("SGLang", "ours"))
+    own.error = "no memory"
+    assert measured.report([own, ours])
+    assert "failed: no memory" in capsys.readouterr().out
+
+
 def test_configurations_begin_with_sglangs_default_and_differ_in_the_launcher() -> None:
     default, own, ours, variant = ab.configurations(
-        ["--mamba-max-states-per-path 2", ""], ["--hybrid-eviction sglang-lru"]
+        ["--mamba-max-states-per-path 2"], ["--hybrid-eviction sglang-lru"]
     )
     assert default.flags == () and own.flags == ("--mamba-max-states-per-path", "2")
     assert ours.flags == ("--radix-cache-backend", "hybrid")
@@ -98,15 +104,30 @@ def test_configurations_begin_with_sglangs_default_and_differ_in_the_launcher() 
     assert [c.ours for c in (default, own, ours, variant)] == [False, False, True, True]
 
 
-def test_pools_are_read_from_the_servers_log() -> None:
-    log = (
-        "[2026] Mamba Cache is allocated. max_mamba_cache_size: 48, ssm_state size: 0.10GB \n"
-        "[2026] KV Cache is allocated. dtype: torch.float32, #tokens: 16384, K size: 0.02 GB\n"
-    )
-    assert measured.pools(log) == (
-        "max_mamba_cache_size: 48, ssm_state size: 0.10GB",
-        "dtype: torch.float32, #tokens: 16384, K size: 0.02 GB",
-    )
+LOG = (
+    "[2026] Mamba Cache is allocated. max_mamba_cache_size: 48, ssm_state size: 0.10GB \n"
+    "[2026] KV Cache is allocated. dtype: torch.float32, #tokens: 16384, K size: 0.02 GB\n"
+)
+
+
+def test_two_pools_have_the_bytes_of_their_tokens_and_states() -> None:
+    memory = measured.memory_of_pools(LOG, Sizes(weights=1, kv_token=10, state=1_000))
+    assert memory == Memory(16_384 * 10 + 48 * 1_000, "16,384 tokens of KV and 48 states")
+    with pytest.raises(BenchFailed, match="does not say how large its pools are"):
+        measured.memory_of_pools(LOG.splitlines()[0], Sizes(1, 10, 1_000))
+
+
+def test_servers_with_other_bytes_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    own, ours = result("SGLang", cached=25, ttft=0.2), result("ours", cached=25, ttft=0.2)
+    own.memory, ours.memory = Memory(2_000, "1 token and 1 state"), Memory(2_000, "one memory")
+    measured.check_budgets([own, ours])
+    assert capsys.readouterr().out.splitlines() == [
+        "Memory of SGLang: 2,000 bytes (1 token and 1 state).",
+        "Memory of ours: 2,000 bytes (one memory).",
+    ]
+    ours.memory = Memory(2_001, "one memory")
+    with pytest.raises(BenchFailed, match="they have SGLang 2,000, ours 2,001"):
+        measured.check_budgets([own, ours])
 
 
 def test_pairs_are_compared_by_what_each_request_prefills(

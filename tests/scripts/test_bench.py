@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import report
-from scripts.bench.figure import MEMORIES, RESTARTS, Pair, draw, read_pairs, read_rates
+from scripts.bench.figure import MEMORIES, Pair, draw, read_pairs, read_rates
 from scripts.bench.report import RESULTS, BenchFailed, Table, stamp
 from scripts.bench.results import (
     CONTENTS,
@@ -31,7 +31,7 @@ ONE = """# one: the cost of one
 
 Words of 2026-01-01.
 
-<!-- bench one: cache --repeats 5 -->
+<!-- bench one: rounds --repeat 5 -->
 
 Date: 2026-11-22.
 
@@ -48,6 +48,7 @@ TWO = """# two: servers in turn
 <!-- bench two (long): ab TRACE --sglang '--x 2' -->
 <!-- end two -->
 """
+QUICK = ["rounds", "--waiting", "2", "--tokens", "64", "--repeat", "1"]
 HAND = "# three: by hand\n\n<!-- by hand: of two runs -->\n\n| c |\n|---|\n"
 
 
@@ -60,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_page_has_a_title_a_date_and_a_command(folder: Path) -> None:
     one, three, two = pages(folder)
-    repeats = ("cache", "--repeats", "5")
+    repeats = ("rounds", "--repeat", "5")
     assert one == Page("one", "the cost of one", "2026-11-22", False, repeats)
     assert (two.long, two.arguments[-1]) == (True, "--x 2")
     assert (three.title, three.arguments) == ("by hand", ())
@@ -76,9 +77,9 @@ def test_what_takes_long_runs_only_where_it_is_named(folder: Path) -> None:
 
 def test_a_table_is_replaced_and_the_words_around_it_stay(folder: Path) -> None:
     for _ in range(2):
-        write_table("one", ["cache", "--repeats", "9"], "\n\nMade on 2026-11-24.\n\n", folder)
+        write_table("one", ["rounds", "--repeat", "9"], "\n\nMade on 2026-11-24.\n\n", folder)
         old = ONE[ONE.index("<!-- bench") : ONE.index("<!-- end")]
-        new = "<!-- bench one: cache --repeats 9 -->\n\nMade on 2026-11-24.\n\n"
+        new = "<!-- bench one: rounds --repeat 9 -->\n\nMade on 2026-11-24.\n\n"
         assert (folder / "one.md").read_text() == ONE.replace(old, new)
     assert read_page(folder / "one.md").date == "2026-11-24"
     write_table("two", ["ab", "TRACE"], "Made.", folder)
@@ -86,16 +87,16 @@ def test_a_table_is_replaced_and_the_words_around_it_stay(folder: Path) -> None:
 
 
 def test_a_page_that_is_not_there_is_made(folder: Path) -> None:
-    write_table("four", ["victim", "--sizes", "20"], "Made on 2026-11-24.", folder)
+    write_table("four", ["rounds", "--waiting", "20"], "Made on 2026-11-24.", folder)
     text = (folder / "four.md").read_text()
     assert text.startswith("# four: ")
-    assert read_page(folder / "four.md").arguments == ("victim", "--sizes", "20")
+    assert read_page(folder / "four.md").arguments == ("rounds", "--waiting", "20")
     assert "| [four](four.md) |" in (folder / CONTENTS).read_text()
 
 
 def test_a_table_that_is_made_by_hand_is_not_overwritten(folder: Path) -> None:
     with pytest.raises(BenchFailed, match=r"no command makes the table of three\.md"):
-        write_table("three", ["victim"], "Made.", folder)
+        write_table("three", ["rounds"], "Made.", folder)
     assert (folder / "three.md").read_text() == HAND
 
 
@@ -104,7 +105,7 @@ def test_a_table_that_is_made_by_hand_is_not_overwritten(folder: Path) -> None:
     [
         ONE.replace("<!-- end one -->", ""),
         ONE.replace("bench one", "bench other").replace("end one", "end other"),
-        ONE + "<!-- bench one: cache -->\n<!-- end one -->\n",
+        ONE + "<!-- bench one: rounds -->\n<!-- end one -->\n",
     ],
 )
 def test_a_page_with_wrong_comments_is_refused(folder: Path, text: str) -> None:
@@ -158,12 +159,11 @@ def test_the_commands_of_results_are_accepted() -> None:
 
 
 def test_the_figure_shows_the_numbers_of_its_page(tmp_path: Path) -> None:
-    pairs = read_pairs((RESULTS / "ab-paired.md").read_text())
+    pairs = read_pairs((RESULTS / "ab.md").read_text())
     assert pairs[0] == Pair("bbh_fewshot", sglang=43.1, ours=74.4, tokens=0.45, time=0.71)
     assert [pair.time for pair in pairs] == sorted(pair.time for pair in pairs)
     memories = read_rates((RESULTS / "one-memory.md").read_text(), list(MEMORIES), -1)
-    restarts = read_rates((RESULTS / "restart.md").read_text(), list(RESTARTS), 1)
-    draw(pairs, memories, restarts, tmp_path / "worth.svg")
+    draw(pairs, memories, tmp_path / "worth.svg")
     shown = (ROOT / "docs" / "worth.svg").read_text()
     numbers = re.findall(r">([\d.]+)</text>", (tmp_path / "worth.svg").read_text())
     assert {"74.4", "0.71", "81.1", "72.6"} <= {*numbers}
@@ -173,21 +173,21 @@ def test_the_figure_shows_the_numbers_of_its_page(tmp_path: Path) -> None:
 
 
 def test_a_page_without_its_sums_is_refused() -> None:
-    text = (RESULTS / "ab-paired.md").read_text().replace("| ours, default | all |", "| - |")
+    text = (RESULTS / "ab.md").read_text().replace("| ours, default | all |", "| - |")
     with pytest.raises(BenchFailed, match="no sums of taubench_airline"):
         read_pairs(text)
 
 
 @pytest.mark.slow
 def test_a_command_that_is_run_prints_machine_date_commit_and_command(tmp_path: Path) -> None:
-    command = ["scripts/bench.py", "victim", "--sizes", "20", "--rounds", "5"]
+    command = ["scripts/bench.py", *QUICK]
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True
     )
     above, _, table = done.stdout.partition("\n\n")
     assert re.match(r"Machine: .+, \d+ cores, \d+ GiB\. Date: \d{4}-\d\d-\d\d\. Commit: ", above)
-    assert above.endswith("Command: `python scripts/bench.py victim --sizes 20 --rounds 5`.")
-    assert "| policy | candidates | victim P50 |" in table
+    assert above.endswith(f"Command: `python scripts/bench.py {' '.join(QUICK)}`.")
+    assert "| cache | allocator | tokens | first |" in table
     assert str(ROOT) not in done.stdout
 
 
@@ -230,10 +230,10 @@ def test_a_run_is_written_into_its_page(
     )
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     monkeypatch.setattr("logging.disable", lambda level: None)
-    command = ["victim", "--sizes", "20", "--rounds", "5"]
+    command = QUICK
     assert bench["main"](["--write", "x", *command]) == 0
     assert written == [("x", command, capsys.readouterr().out)]
-    assert "Command: `python scripts/bench.py victim --sizes 20 --rounds 5`." in written[0][2]
+    assert f"Command: `python scripts/bench.py {' '.join(QUICK)}`." in written[0][2]
 
 
 def test_a_failing_command_of_a_page_is_an_error() -> None:

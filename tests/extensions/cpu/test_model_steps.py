@@ -27,13 +27,13 @@ PROGRAM = """
 import json, sys
 from sglang_hybrid.hooks import patching
 patching.install()
-from scripts.bench import profile
+from tests.extensions.cpu.model_runner import load, requests
 from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 
 if __name__ == "__main__":
     import torch
     name, *flags = sys.argv[1:]
-    runner = profile.load(ensure_tiny_model(name), flags)
+    runner = load(ensure_tiny_model(name), flags)
     from sglang_hybrid.extensions.cpu.ops import linear, model_steps
     find, taken = model_steps.find_description, []
 
@@ -44,7 +44,7 @@ if __name__ == "__main__":
     def steps(count):
         torch.manual_seed(count)
         runner.clear()
-        token, _, batch = runner.extend(profile.requests(count, 37))
+        token, _, batch = runner.extend(requests(count, 37))
         for _ in range(6):
             token, logits = runner.decode(forced[count], batch)[:2]
             yield logits.float().log_softmax(-1)
