@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 HERE = Path(__file__).parent
@@ -32,6 +33,11 @@ FORKING = HERE / "forking"
 
 ENDS_IT = "default_process_to_end"
 """The fixture of a test that ends the server which they share."""
+
+
+# A busy machine is no failure: hypothesis would count 200 ms for an example as one.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:
