@@ -15,13 +15,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.memory.one_memory import OneMemoryCache
 from sglang_hybrid.cache.memory.unified import UnifiedAccount
-from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
-from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
-from sglang_hybrid.cache.tiers.background_copies import Offload
-from sglang_hybrid.cache.tiers.copy_worth import WriteJudge
-from sglang_hybrid.cache.tiers.host_room import share_host_room
 from sglang_hybrid.cache.tiers.inexact import ExactPartsCache
-from sglang_hybrid.cache.tiers.request_loads import WayChooser
 from sglang_hybrid.cache.tiers.served_tiers import disk_of
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.serving.device_streams import host_is_device, order_behind
@@ -34,7 +28,9 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.planning import PrefillPlans
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
+    from sglang_hybrid.cache.tiers.background_copies import Offload
     from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
+    from sglang_hybrid.cache.tiers.request_loads import WayChooser
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.extensions.disk.learning import Learning
     from sglang_hybrid.serving.telemetry.tiers import TierStats
@@ -69,8 +65,13 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         schedule: the queue whose loads begin ahead of their turn. watermark: up to which share of
         the device's memory nothing is copied in the background.
         """
-        if not isinstance(self.shadow_tree, TieredShadowTree) or self.disable:
+        if self.shadow_tree is None or not self.shadow_tree.follows_copies or self.disable:
             return
+        from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
+        from sglang_hybrid.cache.tiers.background_copies import Offload
+        from sglang_hybrid.cache.tiers.copy_worth import WriteJudge
+        from sglang_hybrid.cache.tiers.request_loads import WayChooser
+
         self.ways = self.tree_core.ways = WayChooser(self.shadow_tree)
         self.tree_core.writes = WriteJudge(
             self.shadow_tree, self.tier_stats, self.host_room, self._least_uses
@@ -82,6 +83,8 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
 
     def init_hicache(self, *args: Any, **kwargs: Any) -> None:
         if self.is_mamba_enabled:
+            from sglang_hybrid.cache.tiers.host_room import share_host_room
+
             share_host_room(self, self.cost)
         super().init_hicache(*args, **kwargs)
 

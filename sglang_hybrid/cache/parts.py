@@ -19,7 +19,6 @@ from sglang.srt.runtime_context import (
 from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.queue.clock import StepClock
 from sglang_hybrid.cache.records.shadow_tree import ShadowTree
-from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
 from sglang_hybrid.cache.request.full_hits import FullHits
 from sglang_hybrid.cache.request.lookups import LookedUpCache, LookUps
 from sglang_hybrid.cache.request.pinning import make_pins
@@ -124,6 +123,8 @@ def build_parts(
         one_memory = account is not None
         pins = make_pins(measured, params, options.hybrid_pin_share)
         if tiers:
+            from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
+
             shadow_tree = TieredShadowTree(
                 measured,
                 *policies,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
 from sglang_hybrid.cache.state_slots.slots import free_slots
 from sglang_hybrid.serving.telemetry.metrics import cache_metrics
 
@@ -38,7 +37,7 @@ class CacheReport:
     def __init__(self, cache: ReportedCache, parts: Parts, *, metrics: bool) -> None:
         self.advice: list[str] = []
         self.stats, self.account = parts.stats, parts.account
-        has_tiers = isinstance(parts.shadow_tree, TieredShadowTree)
+        has_tiers = parts.shadow_tree is not None and parts.shadow_tree.follows_copies
         self.tier_stats = parts.tier_stats if has_tiers else None
         self._cache, self._parts = cache, parts
         self._metrics = cache_metrics(self) if metrics else None

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from sglang_hybrid.cache.memory.shared import shared_memory
-from sglang_hybrid.cache.state_events import MEDIA, PlacedBlocks, StateEvents
 from sglang_hybrid.cache.state_slots.slots import free_slots
 from sglang_hybrid.core.costs.cost import STATES_OF_A_PREFILL
 from sglang_hybrid.core.tiers.published import LEAST_RATE, MOST_RATE, PAGE_TOKENS
@@ -20,6 +19,7 @@ from sglang_hybrid.explain.messages import ResumableReq, ResumableReqOutput
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_hybrid.cache.state_events import PlacedBlocks, StateEvents
     from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
     from sglang_hybrid.core.costs.cost import CostModel
 
@@ -67,6 +67,8 @@ class ResumableView:
         """
         if self._events is None:
             return ResumableReqOutput(error="this server's events say nothing of states.")
+        from sglang_hybrid.cache.state_events import MEDIA
+
         self.publish()
         speeds, cost = self._cache.speeds.speeds, self._cache.cost
         rate = TIMED_TOKENS * speeds.prefill / cost.flops(TIMED_TOKENS)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.core.returns.history import HistoryMatch
-from sglang_hybrid.core.tiers.places import Way
 from sglang_hybrid.core.victims.pool import Pool
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.memory.account import MemoryAccount
+    from sglang_hybrid.core.tiers.places import Way
     from sglang_hybrid.serving.config import HybridConfig
 
 

@@ -9,12 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.queue.orders import (
-    LPM_MOST_WAITING,
-    AgedPrefix,
     Car,
     FirstCome,
-    HighestResponseRatio,
-    LongestPrefix,
     Order,
     Window,
 )
@@ -100,35 +96,6 @@ def test_the_window_goes_by_the_part_that_remains() -> None:
     assert waiting.arrange() == ["long", "short", "third", "load", "cold", "little"]
 
 
-def test_longest_prefix_gives_up_where_too_many_wait() -> None:
-    waiting = line(LongestPrefix(), a=hit(0.1), b=hit(0.9))
-    assert waiting.arrange() == ["b", "a"]
-    for number in range(LPM_MOST_WAITING):
-        waiting.add(str(number), hit(0.95))
-    assert waiting.arrange()[:2] == ["b", "a"]  # as they stood
-
-
-def test_passes_age_a_request() -> None:
-    waiting = line(AgedPrefix(tokens=400), cold=hit(0))
-    for number in range(4):
-        waiting.add(str(number), hit(0.9))
-        first = waiting.arrange()[0]
-        if first == "cold":
-            break
-        waiting.run(first)
-    assert (first, number) == ("cold", 3)  # 4 * 400 against 900 + 400
-
-
-def test_response_ratio_favours_who_waited_long_for_little() -> None:
-    waiting = line(HighestResponseRatio(), long=hit(0))
-    waiting.add("short", hit(0.99), now=9.0)
-    assert waiting.arrange(now=9.5) == ["short", "long"]
-    waiting.arrived["short"] = 9.49
-    waiting = line(HighestResponseRatio(), long=hit(0))
-    waiting.add("short", hit(0.9), now=9.4)
-    assert waiting.arrange(now=9.5) == ["long", "short"]
-
-
 @pytest.mark.parametrize("with_priorities", [False, True])
 def test_who_is_in_the_window_stays_in(with_priorities: bool) -> None:
     waiting = line(Window(2), with_priorities=with_priorities, cold=hit(0), cold_2=hit(0))
@@ -210,7 +177,7 @@ def test_a_round_looks_at_the_window_only() -> None:
 
 shares = st.sampled_from([0.0, 0.0, 0.2, 0.5, 0.9, 0.95])
 arrivals = st.lists(st.tuples(shares, st.integers(0, 3), st.booleans()), max_size=60)
-ORDERS = [Window(5), Car(5), Window(64), LongestPrefix(), AgedPrefix(), HighestResponseRatio()]
+ORDERS = [Window(5), Car(5), Window(64)]
 
 
 @settings(max_examples=200, deadline=None)

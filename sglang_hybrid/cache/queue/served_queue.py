@@ -15,7 +15,6 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_hybrid.cache.queue.clock import StepClock
-from sglang_hybrid.cache.queue.loads import LoadingCache, TimedLoads
 from sglang_hybrid.core.queue.orders import Car, Order, Window
 from sglang_hybrid.core.queue.waiting import Bound, Prospect, ReuseKind
 from sglang_hybrid.core.queue.waiting_queue import Found, WaitingQueue
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
+    from sglang_hybrid.cache.queue.loads import LoadingCache, TimedLoads
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.records.nodes import Node
@@ -79,6 +79,8 @@ class ServedQueue:
 
     def load_ahead(self, cache: LoadingCache, speeds: Any) -> None:
         """There is a host below the device: loads begin before their requests' turns."""
+        from sglang_hybrid.cache.queue.loads import TimedLoads
+
         self.loads = TimedLoads(cache, speeds)
         self.stats.loads = self.loads.ahead.counts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import (
@@ -10,8 +10,6 @@ from sglang.srt.mem_cache.unified_cache.components.base import (
     TreeComponent,
 )
 
-from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
-from sglang_hybrid.cache.tiers.host_eviction import evict_from_host
 from sglang_hybrid.cache.tree.kv_components import CountedFull, value_len
 from sglang_hybrid.cache.tree.state_components import RobustMamba
 
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.parts import Parts
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+    from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
     from sglang_hybrid.core.records.nodes import Kind
     from sglang_hybrid.serving.telemetry.stats import Evicted
 
@@ -30,8 +29,11 @@ class _HostByValue(TreeComponent):
     _shadow_tree: ShadowTree
 
     def drive_host_eviction(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        if isinstance(self._shadow_tree, TieredShadowTree):
-            evict_from_host(self, self._shadow_tree, num_tokens, *args, **kwargs)
+        if self._shadow_tree.follows_copies:
+            from sglang_hybrid.cache.tiers.host_eviction import evict_from_host
+
+            records = cast("TieredShadowTree", self._shadow_tree)
+            evict_from_host(self, records, num_tokens, *args, **kwargs)
         else:
             super().drive_host_eviction(num_tokens, *args, **kwargs)
 

@@ -15,7 +15,6 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult
 
 from sglang_hybrid.cache.request.tree_match import TreeMatcher, deepest_within, is_plain
-from sglang_hybrid.cache.state_events import StateEvents
 from sglang_hybrid.cache.tiers.inexact import MarkedTreeCore
 from sglang_hybrid.serving.config import BACKEND
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+    from sglang_hybrid.cache.state_events import StateEvents
     from sglang_hybrid.cache.tiers.copy_worth import WriteJudge
     from sglang_hybrid.cache.tiers.request_loads import WayChooser
 
@@ -58,6 +58,8 @@ class HybridTreeCore(MarkedTreeCore):
         self.state_events: StateEvents | None = None
         super().__init__(params, components)
         if params.enable_kv_cache_events and shadow_tree.has_states:
+            from sglang_hybrid.cache.state_events import StateEvents
+
             self.state_events = StateEvents.in_place_of(self.kv_events)
             self.state_events.follow(shadow_tree.tree)
             self.kv_events = self.state_events

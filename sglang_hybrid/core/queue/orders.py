@@ -11,11 +11,6 @@ from typing import Any, Final, Protocol
 
 from sglang_hybrid.core.queue.waiting import Prospect, ReuseKind, Waiting
 
-LPM_MOST_WAITING: Final = 128
-"""Waiting requests beyond which SGLang's `lpm` and `hrrn` are first-come
-(WAITING_QUEUE_PREFIX_MATCH_MAX in schedule_policy.py of 0.5.23).
-"""
-
 MOST_SHARE: Final = 0.75
 """Part of a prefill that remains from which on `Window` is first-come."""
 
@@ -54,53 +49,6 @@ class FirstCome:
 
     def key(self, waiting: Waiting[Any], prospect: Prospect, now: float) -> Key:
         return ()
-
-
-@dataclass(frozen=True)
-class LongestPrefix:
-    """The longest hit first; SGLang's `lpm`, which is first-come where too many wait."""
-
-    name = "lpm"
-    holds = False
-
-    def front(self, waiting: int) -> int:
-        return waiting if waiting <= LPM_MOST_WAITING else 0
-
-    def key(self, waiting: Waiting[Any], prospect: Prospect, now: float) -> Key:
-        return (-prospect.hit_len,)
-
-
-@dataclass(frozen=True)
-class AgedPrefix:
-    """The largest hit + `tokens` * rounds waited first, over all that wait: the ageing proposed for
-    SGLang's `lpm` (sgl-project/sglang#31723, #33210).
-    """
-
-    tokens: float = 128.0
-    name = "lpm-aged"
-    holds = False
-
-    def front(self, waiting: int) -> int:
-        return waiting
-
-    def key(self, waiting: Waiting[Any], prospect: Prospect, now: float) -> Key:
-        return (-(prospect.hit_len + self.tokens * waiting.rounds),)
-
-
-@dataclass(frozen=True)
-class HighestResponseRatio:
-    """The longest wait for its prefill's time first (Hansen 1971); SGLang's `hrrn`, which counts
-    tokens in the place of seconds and is first-come where too many wait.
-    """
-
-    name = "hrrn"
-    holds = False
-
-    def front(self, waiting: int) -> int:
-        return waiting if waiting <= LPM_MOST_WAITING else 0
-
-    def key(self, waiting: Waiting[Any], prospect: Prospect, now: float) -> Key:
-        return (-(now - waiting.arrived) / max(prospect.cost, 1e-9),)
 
 
 @dataclass(frozen=True)

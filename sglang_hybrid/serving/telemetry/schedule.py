@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.core.queue.waiting import Bound, ReuseKind, Waiting
 from sglang_hybrid.serving.telemetry.metric import Metric
+
+if TYPE_CHECKING:
+    from sglang_hybrid.core.queue.loads import LoadCounts
 
 PREFIX = "sglang_hybrid:schedule_"
 
