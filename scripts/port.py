@@ -4,11 +4,19 @@
     python scripts/port.py sglang-0.5.22-cp311-cp311-manylinux_2_34_x86_64.whl
     python scripts/port.py FOLDER
 
-Four lists: which patches apply, and of a hunk that does not, what it expects beside what is there;
-which hooked functions are missing or have another source; which functions that this package
-overrides or binds have another signature; which names that it imports are gone. Everything is read
-with `ast`; nothing of the release is imported. A version is downloaded with pip. Exit status 1 if
-something would break.
+Of each piece of SGLang that this package needs, one word says what became of it since the installed
+release, with the change beside it:
+
+* same: it is as it was, but for comments and layout.
+* moved: it is the same in another place. Lines of a patch that moved within their file are found
+  there; whatever else moved has to be named anew.
+* changed: it is there, and is another one.
+* gone: it is nowhere.
+
+The pieces are hunks of patches, hooked functions, functions that this package overrides, binds or
+calls (what counts is their parameters) and classes that it imports (their fields), and all other
+names that it imports. Everything is read with `ast`; nothing of the release is imported. A version
+is downloaded with pip. Exit status 1 if there is something to do.
 """
 
 from __future__ import annotations
@@ -22,14 +30,16 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from difflib import SequenceMatcher
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher, unified_diff
 from functools import cache
 from importlib.util import find_spec
-from itertools import groupby, zip_longest
+from itertools import groupby, islice, zip_longest
 from pathlib import Path
+from typing import Any
 
 import whatthepatch
 
@@ -38,7 +48,8 @@ from sglang_hybrid.core.named_files import MOST_TEXT, FileError, open_named, rea
 from sglang_hybrid.core.programs import Parser, program
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.extensions.cpu.ops.bindings import BINDINGS
-from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, statements
+from sglang_hybrid.hooks.patching import change_lines, hunk_begin
+from sglang_hybrid.hooks.sources import Sources, digest, file_digest, statements
 from sglang_hybrid.hooks.table import HOOKS
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +62,7 @@ class Release(Sources):
     def __init__(self, place: Path) -> None:
         super().__init__(self.text)
         self._place = place
+        self._read_before: dict[str, str] = {}
         try:
             self._wheel = None if place.is_dir() else zipfile.ZipFile(open_named(place))
         except zipfile.BadZipFile as error:
@@ -69,6 +81,32 @@ class Release(Sources):
             return self._wheel.read(path).decode()
         except (ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
             raise FileError(f"{path} of {self._place} cannot be read ({error})") from error
+
+    def paths(self) -> list[str]:
+        """Paths of all modules."""
+        if self._wheel is not None:
+            return [path for path in self._wheel.namelist() if path.endswith(".py")]
+        found = (self._place / "sglang").rglob("*.py")
+        return sorted(str(path.relative_to(self._place)) for path in found)
+
+    def elsewhere(self, name: str, module: str) -> list[str]:
+        """Other modules that define a function, class or value of this name; of a method, a class
+        with its class's name that has it.
+        """
+        top = re.escape(name.partition(".")[0])
+        begins = re.compile(rf"^(?:(?:async )?def|class) {top}\b|^{top}\b[^=\n]*= ", re.MULTILINE)
+        found = []
+        for path in self.paths():
+            other = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            is_there = other != module and begins.search(self._texts(path)) is not None
+            if is_there and ("." not in name or self.find(other, name) is not None):
+                found.append(other)
+        return found
+
+    def _texts(self, path: str) -> str:
+        if path not in self._read_before:
+            self._read_before[path] = self.text(path) or ""
+        return self._read_before[path]
 
     def has(self, module: str, name: str) -> bool:
         """Whether `from module import name` would find something."""
@@ -101,12 +139,28 @@ def _stars(tree: ast.Module) -> bool:
 
 
 @dataclass
-class Hunk:
-    """One hunk: the line at which it begins, and its lines before and after."""
+class Finding:
+    """What became of one piece: a word, the piece, and lines that show the change.
 
-    start: int
-    before: list[str]
-    after: list[str]
+    is_found: whether this package finds it as it is.
+    """
+
+    word: str
+    piece: str
+    detail: list[str] = field(default_factory=list)
+    is_found: bool = False
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.word:<8} {self.piece}"
+        yield from self.detail
+
+
+def same(piece: str) -> Finding:
+    return Finding("same", piece, is_found=True)
+
+
+Hunk = Sequence[Any]
+"""Changes of whatthepatch, those of one hunk."""
 
 
 def hunks(patch: str) -> dict[str, list[Hunk]]:
@@ -114,42 +168,14 @@ def hunks(patch: str) -> dict[str, list[Hunk]]:
     found: dict[str, list[Hunk]] = {}
     for diff in whatthepatch.parse_patch(patch):
         here = found.setdefault(diff.header.new_path.removeprefix("b/"), [])
-        for _, group in groupby(diff.changes or (), key=lambda change: change.hunk):
-            changes = list(group)
-            before = [change for change in changes if change.old is not None]
-            after = [change.line for change in changes if change.new is not None]
-            here.append(Hunk(before[0].old - 1, [change.line for change in before], after))
+        here += [list(group) for _, group in groupby(diff.changes or (), lambda one: one.hunk)]
     return found
 
 
-def place_of(wanted: Sequence[str], lines: Sequence[str], near: int) -> int | None:
-    """The index in `lines` nearest to `near` where all of `wanted` stand; None if they do not."""
-    size = len(wanted)
-
-    def stand(at: int) -> bool:
-        return lines[at] == wanted[0] and list(lines[at : at + size]) == list(wanted)
-
-    places = range(len(lines) - size + 1)
-    if near in places and stand(near):
-        return near
-    return min(filter(stand, places), key=lambda at: abs(at - near), default=None)
-
-
-def try_hunk(lines: list[str], hunk: Hunk, moved: int) -> int | None:
-    """Apply `hunk` to `lines` where its text is, nearest to where it should be. Returns by how many
-    lines that is elsewhere; None if the text is nowhere.
-    """
-    at = place_of(hunk.before, lines, hunk.start + moved)
-    if at is None:
-        return None
-    lines[at : at + len(hunk.before)] = hunk.after
-    return at - hunk.start
-
-
-def nearest(lines: list[str], hunk: Hunk) -> tuple[int, list[str]]:
-    """What is most like the text of `hunk` in a file, and where it begins."""
-    size = len(hunk.before)
-    wanted = {line.strip() for line in hunk.before if line.strip()}
+def nearest(lines: list[str], before: list[str], begin: int) -> tuple[int, list[str]]:
+    """What is most like the lines `before` in a file, and where it begins."""
+    size = len(before)
+    wanted = {line.strip() for line in before if line.strip()}
     scores = [
         sum(line.strip() in wanted for line in lines[at : at + size]) for at in range(len(lines))
     ]
@@ -158,8 +184,8 @@ def nearest(lines: list[str], hunk: Hunk) -> tuple[int, list[str]]:
     at = max(
         places,
         key=lambda at: (
-            SequenceMatcher(None, hunk.before, lines[at : at + size]).ratio(),
-            -abs(at - hunk.start),
+            SequenceMatcher(None, before, lines[at : at + size]).ratio(),
+            -abs(at - begin),
         ),
         default=0,
     )
@@ -173,41 +199,55 @@ def beside(expected: list[str], found: list[str]) -> Iterator[str]:
         yield f"    {one[:WIDTH]:<{WIDTH}} {mark} {other[:WIDTH]}".rstrip()
 
 
-def check_patches(folder: Path, release: Release) -> tuple[list[str], int]:
-    """A line per patch, and of what fails both texts; and how many patches fail."""
-    report: list[str] = []
-    failed = 0
+def check_patches(folder: Path, release: Release) -> list[Finding]:
+    """What became of each hunk, those of a patch in a row."""
+    found: list[Finding] = []
     files: dict[str, list[str] | None] = {}
     for patch in sorted(folder.glob("*.patch")):
-        problems: list[str] = []
-        moved = 0
         for path, parts in hunks(patch.read_text()).items():
             if path not in files:
                 text = release.text(path)
                 files[path] = None if text is None else text.split("\n")
             lines = files[path]
+            piece = f"{patch.name}: {path}"
             if lines is None:
-                problems.append(f"  {path} is not there")
-                continue
-            shift = 0
-            for number, hunk in enumerate(parts, start=1):
-                found = try_hunk(lines, hunk, shift)
-                if found is None:
-                    at, there = nearest(lines, hunk)
-                    problems.append(
-                        f"  {path}, hunk {number} of {len(parts)}: expected from line "
-                        f"{hunk.start + 1}; nearest is line {at + 1}"
-                    )
-                    problems += beside(hunk.before, there)
-                else:
-                    grown = sum(len(h.after) - len(h.before) for h in parts[: number - 1])
-                    shift = found
-                    moved += found != grown
-        where = f", {moved} hunks at other lines" if moved else ""
-        report.append(f"{patch.name}: {'FAILS' if problems else 'applies' + where}")
-        report += problems
-        failed += bool(problems)
-    return report, failed
+                found.append(_without_file(piece, path, parts, release))
+            else:
+                found += _check_hunks(piece, lines, parts)
+    return found
+
+
+def _check_hunks(piece: str, lines: list[str], parts: list[Hunk]) -> Iterator[Finding]:
+    """What became of the hunks `parts` of one file, whose `lines` get those that are found."""
+    shift = grown = 0  # by how many lines the file differs from the known one, and by our changes
+    for number, hunk in enumerate(parts, start=1):
+        begin = hunk_begin(hunk)
+        before = [change.line for change in hunk if change.old is not None]
+        after = [change.line for change in hunk if change.new is not None]
+        what = f"{piece}, hunk {number} of {len(parts)}"
+        place = change_lines(lines, hunk, 0, begin + shift)
+        if place is None:
+            at, there = nearest(lines, before, begin + shift)
+            where = f"; expected from line {begin + 1}, nearest is line {at + 1}"
+            yield Finding("changed", what + where, list(beside(before, there)))
+        else:
+            shift = place.begin - begin
+            where = f"{what}, to line {place.begin + 1}"
+            yield same(what) if shift == grown else Finding("moved", where, is_found=True)
+            lines[place.begin : place.end] = place.lines
+            shift += len(after) - len(before)
+        grown += len(after) - len(before)
+
+
+def _without_file(piece: str, path: str, parts: list[Hunk], release: Release) -> Finding:
+    """Where the lines of a file that is not there are: in a file of the same name, or nowhere."""
+    name = path.rpartition("/")[2]
+    for other in release.paths():
+        if other.rpartition("/")[2] == name and other != path:
+            lines = (release.text(other) or "").split("\n")
+            if all(change_lines(lines, hunk, 0, hunk_begin(hunk)) for hunk in parts):
+                return Finding("moved", f"{piece}, to {other}")
+    return Finding("gone", piece)
 
 
 def hashes(folder: Path, release: Release) -> Iterator[str]:
@@ -224,22 +264,34 @@ def hashes(folder: Path, release: Release) -> Iterator[str]:
 # Hooks.
 
 
-def check_hooks(
-    targets: Iterable[str], sha256: Mapping[str, str], release: Release
-) -> tuple[list[str], int]:
-    """A line per function that hooks are on, and how many fail: those that are not there, or whose
-    source is not the one of which `sha256` has the hash.
-    """
-    report = []
-    for target in sorted(set(targets)):
-        source = release.source(target)
-        if source is None:
-            report.append(f"{target}: FAILS, it is not there")
-        elif digest(source) != sha256.get(target):
-            report.append(f"{target}: FAILS, it has another source")
-        else:
-            report.append(f"{target}: holds")
-    return report, sum("FAILS" in line for line in report)
+def check_hooks(targets: Iterable[str], old: Release, new: Release) -> list[Finding]:
+    """What became of each function that hooks are on."""
+    return [_check_hook(target, old, new) for target in sorted(set(targets))]
+
+
+def _check_hook(target: str, old: Release, new: Release) -> Finding:
+    module, _, name = target.partition(":")
+    before, after = old.source(target), new.source(target)
+    if before is None:
+        return Finding("gone", f"{target}, before already")
+    if after is not None and digest(before) == digest(after):
+        return same(target)
+    if after is not None:
+        return Finding("changed", target, list(difference(before, after)))
+    others = new.elsewhere(name, module)
+    sources = {other: new.source(f"{other}:{name}") or "" for other in others}
+    for other, source in sources.items():
+        if digest(source) == digest(before):
+            return Finding("moved", f"{target}, to {other}")
+    for other, source in sources.items():
+        return Finding("changed", f"{target}, in {other}", list(difference(before, source)))
+    return Finding("gone", target)
+
+
+def difference(before: str, after: str) -> Iterator[str]:
+    """What changed in a definition, as lines of a diff."""
+    lines = unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2)
+    return (f"    {line}" for line in islice(lines, 2, None))
 
 
 def hook_hashes(targets: Iterable[str], release: Release) -> Iterator[str]:
@@ -252,7 +304,7 @@ def hook_hashes(targets: Iterable[str], release: Release) -> Iterator[str]:
         if source is not None:
             yield f"SHA256 ({target}) = {digest(source)}"
     for path, text in sorted(files.files.items()):
-        yield f"SHA256 ({path}) = {digest(text)}"
+        yield f"SHA256 ({path}) = {file_digest(text)}"
 
 
 # Names.
@@ -297,11 +349,29 @@ def overrides(package: Path) -> set[tuple[str, str]]:
     return found
 
 
-def signature(found: tuple[str, ast.stmt] | None) -> str | None:
-    """The parameters of a function, annotations left out; None for anything else."""
-    node = None if found is None else found[1]
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+def shape(release: Release, module: str, name: str) -> str | None:
+    """What a caller must know: the parameters of a function, or the fields and the parameters of a
+    class, without annotations; None if it is not defined there.
+    """
+    found = release.find(module, name)
+    if found is None:
         return None
+    where, node = found
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return _parameters(node)
+    if not isinstance(node, ast.ClassDef):
+        return None
+    made = release.find(where, f"{node.name}.__init__")
+    parts = [_parameters(made[1])] if made and isinstance(made[1], ast.FunctionDef) else []
+    parts += [
+        ast.unparse(part.target) + ("" if part.value is None else f" = {ast.unparse(part.value)}")
+        for part in node.body
+        if isinstance(part, ast.AnnAssign)
+    ]
+    return ", ".join(parts)
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     arguments = deepcopy(node.args)
     for part in ast.walk(arguments):
         if isinstance(part, ast.arg):
@@ -309,15 +379,33 @@ def signature(found: tuple[str, ast.stmt] | None) -> str | None:
     return f"({ast.unparse(arguments)})"
 
 
-def compare(ours: set[tuple[str, str]], old: Release, new: Release) -> Iterator[str]:
-    """What became of the functions `ours` between two releases; what the old one lacks is ours."""
-    for module, name in sorted(ours):
-        before, after = (signature(one.find(module, name)) for one in (old, new))
-        if before is None or before == after:
+def check_names(names: Iterable[tuple[str, str]], old: Release, new: Release) -> Iterator[Finding]:
+    """What became of names of SGLang, by their shape; what the old release lacks is ours."""
+    for module, name in sorted(set(names)):
+        piece = f"{module}: {name}"
+        before = shape(old, module, name)
+        if before is None and ("." in name or not old.has(module, name)):
             continue
-        yield f"{module}: {name}"
-        yield f"    was {before}"
-        yield f"    is  {after or 'not there'}"
+        after = shape(new, module, name)
+        is_there = after is not None or ("." not in name and new.has(module, name))
+        if is_there and before == after:
+            yield same(piece)
+        elif is_there:
+            detail = [f"    was {before}", f"    is  {after}"]
+            if max(map(len, detail)) > 2 * WIDTH:
+                parts = (str(one).replace(", ", ",\n") for one in (before, after))
+                detail = list(difference(*parts))
+            yield Finding("changed", piece, detail)
+        else:
+            others = new.elsewhere(name, module)
+            alike = [other for other in others if shape(new, other, name) == before]
+            if alike:
+                yield Finding("moved", f"{piece}, to {' or '.join(alike[:3])}")
+            elif others:
+                detail = [f"    was {before}", f"    is  {shape(new, others[0], name)}"]
+                yield Finding("changed", f"{piece}, in {others[0]}", detail)
+            else:
+                yield Finding("gone", piece)
 
 
 def find_release(what: str, folder: Path) -> Release:
@@ -379,17 +467,22 @@ def report_on(options: argparse.Namespace) -> int:
         if options.hook_hashes:
             print(*hook_hashes(targets, new), sep="\n")
             return 0
-        report, failed = check_patches(options.patches, new)
-        print(f"# Patches: {failed} fail", *report, sep="\n")
-        held, lost = check_hooks(targets, load_hashes(), new)
-        print(f"\n# Hooks: {lost} fail", *held, sep="\n")
         bound = {(binding.module, binding.attribute) for binding in BINDINGS}
-        changed = list(compare(overrides(package) | bound, old, new))
-        print(f"\n# Signatures of what we override or bind: {len(changed) // 3} changed")
-        print(*changed, sep="\n")
-        gone = [f"{m}: {n}" for m, n in sorted(imports(package)) if not new.has(m, n)]
-        print(f"\n# Names that we import: {len(gone)} gone", *gone, sep="\n")
-    return int(bool(failed or lost or changed or gone))
+        parts = {
+            "Hunks of patches": check_patches(options.patches, new),
+            "Hooked functions": check_hooks(targets, old, new),
+            "What we override or bind": list(check_names(overrides(package) | bound, old, new)),
+            "What we import": list(check_names(imports(package), old, new)),
+        }
+    for title, found in parts.items():
+        counts = Counter(finding.word for finding in found)
+        said = ", ".join(f"{counts[word]} {word}" for word in ("same", "moved", "changed", "gone"))
+        print(f"# {title}: {said}")
+        for finding in found:
+            if finding.word != "same":
+                print(*finding.lines(), sep="\n")
+        print()
+    return int(not all(finding.is_found for found in parts.values() for finding in found))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,12 @@ def register() -> None:
         HybridConfig.from_environment()
     except ValueError as error:
         raise SystemExit(str(error)) from None
+    lacking = patching.lacking()
+    if lacking and multiprocessing.parent_process() is None:
+        logger.warning(
+            "sglang_hybrid: not available beside this SGLang: %s",
+            "; ".join(f"{need.what} ({misfit.piece})" for need, misfit in lacking.items()),
+        )
     log_lines.install()
     # All ranks and HTTP processes, which are started after this, give a tenant the same name.
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
@@ -148,6 +154,8 @@ def _settle_states() -> None:
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
         from sglang_hybrid.cache.resolution import settle_states
+        from sglang_hybrid.hooks import needs
 
         previous(server_args)
+        needs.refuse(patching.lacking(), server_args)
         settle_states(server_args)

@@ -62,6 +62,12 @@ def changed():
 patching.verify = changed
 """
 
+LACKING = """
+from sglang_hybrid.hooks import patching
+from sglang_hybrid.hooks.needs import Misfit, Need
+patching.lacking = lambda: {Need.SPEEDS: Misfit(Need.SPEEDS, "a.module:piece", "It is gone.")}
+"""
+
 
 def went_on(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-W", "ignore", "-c", code + GO_ON]
@@ -104,6 +110,14 @@ def test_plugins_that_are_listed_without_us_are_alone() -> None:
 def test_a_post_release_with_the_same_pieces_is_extended() -> None:
     done = went_on(OTHER.format(found=f"{SGLANG_VERSION}.post1"))
     assert done.stdout == "went on as sglang_hybrid.extensions.cpu.platform\n", done.stderr
+
+
+@pytest.mark.slow
+def test_what_is_lacking_is_one_line() -> None:
+    done = went_on(LACKING)
+    assert done.stdout == "went on as sglang_hybrid.extensions.cpu.platform\n", done.stderr
+    line = "sglang_hybrid: not available beside this SGLang: measured speeds of prefills"
+    assert done.stderr.count(f"{line} (a.module:piece)\n") == 1
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ class HybridRadixCache(HostTierCache):
         kept = kept_components(params, states_arrive=states_arrive)
         self._only_requests_hold_states: bool = kept != params.tree_components
         params = replace(params, tree_components=kept)
-        parts = build_parts(
+        self.parts = parts = build_parts(
             self,
             params,
             self.options,

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.hooks.needs import Need
 from sglang_hybrid.hooks.sources import digest, installed_version, loaded_source
 
 
@@ -44,11 +45,13 @@ class Hook:
             changed in this module only.
         kind: when ours runs.
         ours: our function.
+        needed_for: what the hook is there for.
     """
 
     target: str
     kind: HookKind
     ours: Callable[..., Any]
+    needed_for: Need = Need.CACHE
 
     @property
     def module(self) -> str:
@@ -81,7 +84,8 @@ def put_around(module: ModuleType, hooks: Iterable[Hook], sha256: dict[str, str]
     for target in dict.fromkeys(hook.target for hook in hooks):
         found = _find(module, target)
         source = None if found is None else loaded_source(_function(found))
-        check(target, source, sha256)
+        need = next(hook.needed_for for hook in hooks if hook.target == target)
+        check(target, source, sha256, need)
     for hook in hooks:
         owner, name = _owner(module, hook.name)
         raw = vars(owner)[name]
@@ -90,22 +94,25 @@ def put_around(module: ModuleType, hooks: Iterable[Hook], sha256: dict[str, str]
         _held.add(hook.target)
 
 
-def check(target: str, source: str | None, sha256: dict[str, str]) -> None:
-    """Raise `HookError` unless `source` is the released one of `target`; None: it is missing."""
+def check(target: str, source: str | None, sha256: dict[str, str], need: Need) -> None:
+    """Raise `HookError` unless `source` is the released one of `target`; None: it is missing.
+
+    need: what it is needed for.
+    """
     if target not in sha256:
         raise HookError(
             f"sglang_hybrid hooks {target} and has no hash of it; scripts/port.py makes it."
         )
     if source is None:
         raise HookError(
-            f"{target}, which sglang_hybrid hooks, is not in the installed sglang "
+            f"{target}, needed for {need.what}, is not in the installed sglang "
             f"{installed_version()}; reinstall sglang=={SGLANG_VERSION}."
         )
     found = digest(source)
     if found != sha256[target]:
         raise HookError(
-            f"{target} of the installed sglang {installed_version()} is not the one of sglang "
-            f"{SGLANG_VERSION}, which sglang_hybrid hooks (sha256 {found[:12]} instead of "
+            f"{target} of the installed sglang {installed_version()}, needed for {need.what}, is "
+            f"not the one of sglang {SGLANG_VERSION} (sha256 {found[:12]} instead of "
             f"{sha256[target][:12]}); reinstall sglang=={SGLANG_VERSION}."
         )
 

@@ -2,11 +2,13 @@
 
 site-packages stays untouched: an import hook reads the source, applies the unified diff and
 compiles the result. Each part of a diff has its line numbers in the file that it was cut from
-(sha256); in another file its lines are looked for. Tracebacks and `inspect` show the patched source
-under the original path plus a note.
+(sha256); in another file its lines are looked for, and comments and blank lines do not count.
+Tracebacks and `inspect` show the patched source under the original path plus a note.
 
 A patch file starts with a sentence that says what and why, then one line for each file it changes,
+below one that says which need (`needs.py`) it is changed for,
 
+    Needed for CACHE:
     SHA256 (sglang/srt/example.py) = <hash of the file in the released wheel>
 
 then the diff with `a/` and `b/` prefixes. Patches are applied in the order of their numbers; one
@@ -18,10 +20,13 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import linecache
+import re
 import sys
 import types
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -30,13 +35,34 @@ import whatthepatch
 
 from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.hooks import install as hooks
+from sglang_hybrid.hooks.needs import Misfit, Need
 from sglang_hybrid.hooks.sources import installed_version, parse_hashes
 
 NOTE = " (patched by sglang_hybrid)"
 
 
+_COMMENT = re.compile(r"^\s*#.*$|\s+#[^'\"]*$|\s+$")
+_NEED = re.compile(r"^Needed for (?P<name>\w+):$")
+
+
 class PatchError(ImportError):
-    """A patch cannot be applied: SGLang's file is not the one that it was cut from."""
+    """A patch cannot be applied: SGLang's file is not the one that it was cut from.
+
+    need: what the patch is needed for.
+    """
+
+    def __init__(self, message: str, need: Need = Need.CACHE) -> None:
+        super().__init__(message)
+        self.need = need
+
+
+@dataclass(frozen=True)
+class FileDiff:
+    """What one patch, `name`, changes in one file, and what for."""
+
+    name: str
+    needed_for: Need
+    diff: "whatthepatch.patch.diffobj"
 
 
 @dataclass(frozen=True)
@@ -45,65 +71,162 @@ class FilePatch:
 
     path: str
     sha256: str
-    diffs: list[tuple[str, "whatthepatch.patch.diffobj"]] = field(default_factory=list)
+    diffs: list[FileDiff] = field(default_factory=list)
 
     @property
     def module(self) -> str:
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
-    def missing(self) -> PatchError:
+    def missing(self, need: Need) -> PatchError:
         """The error that the installed SGLang has no such file."""
         return PatchError(
-            f"{self.path}, which sglang_hybrid patches, is not in the installed sglang "
-            f"{installed_version()}; reinstall sglang=={SGLANG_VERSION}."
+            f"{self.path}, needed for {need.what}, is not in the installed sglang "
+            f"{installed_version()}; reinstall sglang=={SGLANG_VERSION}.",
+            need,
         )
 
-    def apply(self, released: bytes) -> str:
+    def is_known(self, text: bytes) -> bool:
+        """Whether a file is the one that the patches were cut from."""
+        return hashlib.sha256(text).hexdigest() == self.sha256
+
+    def apply(self, released: bytes, left_out: Collection[Need] = ()) -> str:
         """The patched source. In a file that is not the one we know, each part of the patches is
-        looked for where its lines are; `PatchError` if they are not there.
+        looked for where its lines are, comments and blank lines aside; `PatchError` if they are not
+        there.
+
+        left_out: needs whose changes are not made.
         """
-        is_known = hashlib.sha256(released).hexdigest() == self.sha256
+        is_known = self.is_known(released)
         lines = released.decode().split("\n")
-        for name, diff in self.diffs:
-            if is_known:
+        absent: set[str] = set()
+        for one in self.diffs:
+            if one.needed_for in left_out:
+                is_known = False  # the next ones are cut against the result of this one
+                absent |= {change.line for change in one.diff.changes if change.old is None}
+            elif is_known:
                 try:
-                    lines = list(whatthepatch.apply_diff(diff, lines))
+                    lines = list(whatthepatch.apply_diff(one.diff, lines))
                 except whatthepatch.exceptions.WhatThePatchException as error:
                     raise PatchError(
-                        f"patch {name} does not apply to {self.path}: {error}"
+                        f"patch {one.name} does not apply to {self.path}: {error}", one.needed_for
                     ) from None
             else:
-                lines = self._apply_where_found(name, diff, lines)
+                lines = self._apply_where_found(one, lines, absent)
         return "\n".join(lines)
 
+    def misfits(self, released: bytes | None, left_out: Collection[Need]) -> Iterator[Misfit]:
+        """Changes that do not fit a file without those that are left out. None: there is none."""
+        left_out = set(left_out)
+        while released is not None:
+            try:
+                self.apply(released, left_out)
+                return
+            except PatchError as error:
+                yield Misfit(error.need, self.path, str(error))
+                left_out.add(error.need)
+        for one in self.diffs:
+            yield Misfit(one.needed_for, self.path, str(self.missing(one.needed_for)))
+
     def _apply_where_found(
-        self, name: str, diff: "whatthepatch.patch.diffobj", lines: list[str]
+        self, one: FileDiff, lines: list[str], absent: Collection[str]
     ) -> list[str]:
+        """The lines changed by `one`, which does not expect those of `absent` around it that are
+        not there.
+        """
+        absent = {*absent} - {*lines}
         made: list[str] = []
         at = shift = 0
-        for _, changes in groupby(diff.changes, lambda change: change.hunk):
+        for _, changes in groupby(one.diff.changes, lambda change: change.hunk):
             hunk = list(changes)
-            before = [change.line for change in hunk if change.old is not None]
-            first = next(change.old for change in hunk if change.old is not None) - 1
-            place = _nearest(lines, before, at, first + shift)
+            first = hunk_begin(hunk)
+            place = change_lines(lines, hunk, at, first + shift, absent)
             if place is None:
-                raise PatchError(
-                    f"{self.path} of the installed sglang {installed_version()} is not the file of "
-                    f"sglang {SGLANG_VERSION} that {name} was cut from: it has no such lines as "
-                    f"{before[0].strip()!r} near line {first + 1}; reinstall "
-                    f"sglang=={SGLANG_VERSION}."
-                )
-            made += lines[at:place]
-            made += [change.line for change in hunk if change.new is not None]
-            at, shift = place + len(before), place - first
+                line = next(change.line for change in hunk if change.old is not None)
+                raise self._misfit(one, line, first + 1, bool(absent))
+            made += lines[at : place.begin] + place.lines
+            at, shift = place.end, place.begin - first
         return made + lines[at:]
+
+    def _misfit(self, one: FileDiff, line: str, number: int, is_left_out: bool) -> PatchError:
+        what = one.needed_for.what
+        why = (
+            f"{self.path}, needed for {what}, is changed by {one.name} where another change is "
+            "left out."
+            if is_left_out
+            else f"{self.path} of the installed sglang {installed_version()}, needed for {what}, "
+            f"is not the file of sglang {SGLANG_VERSION} that {one.name} was cut from: it has no "
+            f"such lines as {line.strip()!r} near line {number}; reinstall "
+            f"sglang=={SGLANG_VERSION}."
+        )
+        return PatchError(why, one.needed_for)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a hunk's lines are in a file (`begin` to `end`), and what they become."""
+
+    begin: int
+    end: int
+    lines: list[str]
+
+
+def hunk_begin(hunk: Sequence["whatthepatch.patch.Change"]) -> int:
+    """The index of the first line that a hunk expects, in the file that it was cut from."""
+    number: int = next(change.old for change in hunk if change.old is not None)
+    return number - 1
+
+
+def change_lines(
+    lines: list[str],
+    hunk: Sequence["whatthepatch.patch.Change"],
+    begin: int,
+    expected: int,
+    absent: Collection[str] = (),
+) -> Place | None:
+    """One hunk of a diff, made where its lines are in `lines[begin:]`, nearest to `expected`; None
+    if they are nowhere. Where they are not all there as they are, comments and blank lines do not
+    count, nor do those of `absent` around what is changed.
+    """
+    before = [change.line for change in hunk if change.old is not None]
+    first = _nearest(lines, before, begin, expected)
+    if first is not None:
+        after = [change.line for change in hunk if change.new is not None]
+        return Place(first, first + len(before), after)
+    code = [(at, text) for at in range(begin, len(lines)) if (text := _code(lines[at]))]
+    there = {
+        change.old: _code(change.line)
+        for change in hunk
+        if change.old is not None and (change.new is None or change.line not in absent)
+    }
+    wanted = list(filter(None, there.values()))
+    near = bisect_left(code, (expected,))
+    index = _nearest([text for _, text in code], wanted, 0, near) if wanted else None
+    if index is None:
+        return None
+    first = at = code[index][0]
+    made: list[str] = []
+    following = iter(code[index:])
+    for change in hunk:
+        if change.old is None:
+            made.append(change.line)
+        elif there.get(change.old):
+            end, _ = next(following)
+            made += lines[at:end] if change.new is None else lines[at : end + 1]
+            at = end + 1
+    return Place(first, at, made)
 
 
 def _nearest(lines: list[str], wanted: list[str], begin: int, expected: int) -> int | None:
     """Where the lines `wanted` are in `lines[begin:]`, nearest to `expected`; None if nowhere."""
-    last = len(lines) - len(wanted)
-    places = sorted(range(begin, last + 1), key=lambda place: abs(place - expected))
-    return next((at for at in places if lines[at : at + len(wanted)] == wanted), None)
+    size = len(wanted)
+    begins = (at for at in range(begin, len(lines)) if lines[at] == wanted[0])
+    places = (at for at in begins if lines[at : at + size] == wanted)
+    return min(places, key=lambda at: abs(at - expected), default=None)
+
+
+def _code(line: str) -> str:
+    """A line without a comment behind it, "" for a comment or a blank line."""
+    return _COMMENT.sub("", line)
 
 
 def load_patches() -> dict[str, FilePatch]:
@@ -122,7 +245,7 @@ def parse_patches(texts: dict[str, str]) -> dict[str, FilePatch]:
     """Group patch files (name -> text) by the file they change, in the order of their names."""
     patched: dict[str, FilePatch] = {}
     for name in sorted(texts):
-        known = parse_hashes(texts[name])
+        known, needs = parse_hashes(texts[name]), _parse_needs(name, texts[name])
         for diff in whatthepatch.parse_patch(texts[name]):
             if diff.header is None or not diff.changes:
                 continue
@@ -132,19 +255,34 @@ def parse_patches(texts: dict[str, str]) -> dict[str, FilePatch]:
             entry = patched.setdefault(path, FilePatch(path, known[path]))
             if entry.sha256 != known[path]:
                 raise PatchError(f"patch {name} names another SHA256 for {path} than those before.")
-            entry.diffs.append((name, diff))
+            entry.diffs.append(FileDiff(name, needs[path], diff))
     return patched
+
+
+def _parse_needs(name: str, text: str) -> dict[str, Need]:
+    """What each file of a patch is changed for: lines `Needed for NAME:` are above its hash."""
+    needs: dict[str, Need] = {}
+    need = Need.CACHE
+    for line in text.splitlines():
+        if found := _NEED.match(line):
+            if found["name"] not in Need.__members__:
+                raise PatchError(f"patch {name} is needed for {found['name']}, which is no need.")
+            need = Need[found["name"]]
+        needs.update(dict.fromkeys(parse_hashes(line), need))
+    return needs
 
 
 class _PatchedLoader(importlib.machinery.SourceFileLoader):
     """Loads one module from its patched source; bytecode caches of the original are not used."""
 
-    def __init__(self, fullname: str, path: str, patch: FilePatch) -> None:
+    def __init__(
+        self, fullname: str, path: str, patch: FilePatch, left_out: Collection[Need]
+    ) -> None:
         super().__init__(fullname, path)
-        self._patch = patch
+        self._patch, self._left_out = patch, left_out
 
     def get_source(self, fullname: str) -> str:
-        return self._patch.apply(Path(self.path).read_bytes())
+        return self._patch.apply(Path(self.path).read_bytes(), self._left_out)
 
     def get_code(self, fullname: str) -> types.CodeType:
         source = self.get_source(fullname)
@@ -160,10 +298,14 @@ class _PatchedLoader(importlib.machinery.SourceFileLoader):
 
 
 class PatchFinder(importlib.abc.MetaPathFinder):
-    """Finds the patched modules before Python's own finders do, and leaves all others to them."""
+    """Finds the patched modules before Python's own finders do, and leaves all others to them.
 
-    def __init__(self, patches: dict[str, FilePatch]) -> None:
+    left_out: needs whose changes are not made.
+    """
+
+    def __init__(self, patches: dict[str, FilePatch], left_out: Collection[Need] = ()) -> None:
         self.by_module = {patch.module: patch for patch in patches.values()}
+        self._left_out = left_out
 
     def find_spec(
         self,
@@ -172,12 +314,12 @@ class PatchFinder(importlib.abc.MetaPathFinder):
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
         patch = self.by_module.get(fullname)
-        if patch is None:
+        if patch is None or all(one.needed_for in self._left_out for one in patch.diffs):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.origin is None:
-            raise patch.missing()
-        spec.loader = _PatchedLoader(fullname, spec.origin, patch)
+            raise patch.missing(patch.diffs[0].needed_for)
+        spec.loader = _PatchedLoader(fullname, spec.origin, patch, self._left_out)
         return spec
 
 
@@ -187,12 +329,14 @@ def install() -> None:
 
     The finder of patched modules stands right in front of Python's own finder of files: whatever
     waits for a module to be imported (hooks and the CPU platform's bindings, through wrapt) must
-    come first, whenever it was installed.
+    come first, whenever it was installed. What is needed for a model, a flag or a convenience, and
+    does not fit, is left out (`lacking`).
     Raises `PatchError` if a module that needs a patch or a hook has been imported already.
     """
     if any(isinstance(finder, PatchFinder) for finder in sys.meta_path):
         return
-    finder = PatchFinder(load_patches())
+    left_out = {need for need in lacking() if not need.is_always}
+    finder = PatchFinder(load_patches(), left_out)
     late = sorted((finder.by_module.keys() | hooks.by_module().keys()) & sys.modules.keys())
     if late:
         raise PatchError(
@@ -201,24 +345,57 @@ def install() -> None:
             "call install() before anything of sglang.srt."
         )
     sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), finder)
-    hooks.on_import()
+    hooks.on_import(left_out)
 
 
 def verify() -> None:
-    """Apply every patch to the files that would be imported, without that, and look for the targets
-    of all hooks in them; raises `PatchError` or `hooks.hook.HookError`.
+    """Raise `PatchError` for a piece of SGLang that is not there, or is another one, if no start
+    can be without what it is needed for.
+    """
+    if _root() is None:
+        raise PatchError(f"sglang is not installed; install sglang=={SGLANG_VERSION}.")
+    for need, misfit in lacking().items():
+        if need.is_always:
+            raise PatchError(misfit.why, need)
 
-    Those lie elsewhere than the package's metadata where SGLang is an editable install, as it is in
-    its own container images.
+
+@cache
+def lacking() -> Mapping[Need, Misfit]:
+    """Needs of which a piece does not fit the files that would be imported, and that piece."""
+    root = _root()
+    return {} if root is None else lacking_in(root)
+
+
+def lacking_in(root: Path) -> dict[Need, Misfit]:
+    """As `lacking`, in files, none of which is imported. root: the folder that has `sglang/`.
+
+    What is left out may be what another change is cut against, so that goes, too.
+    """
+    patches = load_patches().values()
+    paths = {patch.path: root / patch.path for patch in patches}
+    texts = {path: file.read_bytes() if file.is_file() else None for path, file in paths.items()}
+    found: dict[Need, Misfit] = {}
+    for misfit in hooks.misfits(root):
+        found.setdefault(misfit.need, misfit)
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        for patch in patches:
+            text = texts[patch.path]
+            touched = any(one.needed_for in found for one in patch.diffs)
+            if touched or text is None or not patch.is_known(text):
+                for misfit in patch.misfits(text, found):
+                    found.setdefault(misfit.need, misfit)
+    return found
+
+
+def _root() -> Path | None:
+    """The folder that `sglang/` would be imported from; None without one.
+
+    It is elsewhere than the package's metadata where SGLang is an editable install, as it is in its
+    own container images.
     """
     found = importlib.util.find_spec("sglang")
     if found is None or not found.submodule_search_locations:
-        raise PatchError(f"sglang is not installed; install sglang=={SGLANG_VERSION}.")
-    root = Path(found.submodule_search_locations[0]).parent
-    for patch in load_patches().values():
-        try:
-            released = (root / patch.path).read_bytes()
-        except OSError:
-            raise patch.missing() from None
-        patch.apply(released)
-    hooks.verify(root)
+        return None
+    return Path(found.submodule_search_locations[0]).parent

@@ -1,7 +1,7 @@
 """Sources of SGLang's functions: in a process that has loaded them, and in files that none has.
 
-A hook belongs to a function with a certain source. Its SHA-256 is that of the lines from the first
-decorator to the last statement (`digest`).
+A hook belongs to a function with a certain source. Its SHA-256 is that of its syntax tree, from the
+first decorator to the last statement (`digest`), so that comments and layout do not count.
 """
 
 from __future__ import annotations
@@ -42,15 +42,32 @@ def installed_version() -> str:
 
 
 def digest(source: str) -> str:
-    """The SHA-256 of a definition, or of a file's text, in hexadecimal, but for empty lines and
-    those that are comments.
+    """The SHA-256 of a definition's syntax tree, in hexadecimal: the same in every version of
+    Python, and whatever its indentation, comments and line breaks are.
     """
-    lines = (line for line in source.splitlines() if not _is_comment(line))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    indented = source[:1].isspace()
+    tree = ast.parse(f"if True:\n{source}" if indented else source).body[0]
+    return hashlib.sha256(
+        _written(tree.body[0] if isinstance(tree, ast.If) else tree).encode()
+    ).hexdigest()
 
 
-def _is_comment(line: str) -> bool:
-    return not line.strip() or line.lstrip().startswith("#")
+def file_digest(text: str) -> str:
+    """The SHA-256 of a file's text, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _written(node: object) -> str:
+    """A syntax tree as text. Fields without a value are left out: versions of Python differ in
+    which there are.
+    """
+    if isinstance(node, list):
+        return f"[{','.join(map(_written, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+    inner = ",".join(f"{name}={_written(value)}" for name, value in fields if name != "kind")
+    return f"{type(node).__name__}({inner})"
 
 
 def definition(lines: list[str], first: int) -> str:
@@ -74,6 +91,12 @@ def loaded_source(found: object) -> str | None:
     if code is None:
         return None
     return definition(linecache.getlines(code.co_filename), code.co_firstlineno - 1)
+
+
+def paths_of(module: str) -> tuple[str, str]:
+    """Where the file of a module may be."""
+    place = module.replace(".", "/")
+    return f"{place}.py", f"{place}/__init__.py"
 
 
 class Sources:
@@ -140,8 +163,7 @@ class Sources:
     def _load(self, name: str) -> tuple[str, ast.Module] | None:
         if name not in self._modules:
             self._modules[name] = None
-            place = name.replace(".", "/")
-            for path in (f"{place}.py", f"{place}/__init__.py"):
+            for path in paths_of(name):
                 text = self._read(path)
                 if text is not None:
                     self.files[path] = text

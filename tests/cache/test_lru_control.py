@@ -8,9 +8,15 @@ account.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.components.base import TreeComponent
 
+from sglang_hybrid.cache.tree.components import with_our_components
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
@@ -26,6 +32,23 @@ POOLS = {
     "taubench_airline": [(40_000, 16), (120_000, 64), (400_000, 256)],
     "sharegpt_55": [(20_000, 12), (60_000, 48), (250_000, 256)],
 }
+
+
+@pytest.mark.parametrize("shadow_tree", [None, object()])
+def test_sglang_is_given_components_by_their_classes(shadow_tree: object) -> None:
+    """Later releases take nothing else that can be called."""
+    kinds = (ComponentType.FULL, ComponentType.MAMBA)
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=None,
+        page_size=1,
+        tree_components=kinds,
+    )
+    parts: Any = SimpleNamespace(shadow_tree=shadow_tree)
+    given = with_our_components(params, parts).component_registry_override
+    assert given is not None and tuple(given) == kinds
+    assert all(isinstance(one, type) and issubclass(one, TreeComponent) for one in given.values())
 
 
 def read(name: str, limit: int | None = None) -> list[Request]:

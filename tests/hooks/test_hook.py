@@ -16,7 +16,8 @@ from sglang_hybrid import SGLANG_VERSION as VERSION
 from sglang_hybrid.hooks import hook as hooks
 from sglang_hybrid.hooks import install
 from sglang_hybrid.hooks.hook import Hook, HookError, HookKind, is_in_place, put_around
-from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, loaded_source
+from sglang_hybrid.hooks.needs import Need
+from sglang_hybrid.hooks.sources import Sources, digest, file_digest, load_hashes, loaded_source
 from sglang_hybrid.hooks.table import HOOKS
 
 OTHER = """
@@ -157,7 +158,9 @@ def test_a_target_that_is_not_there_is_named(folder: Path) -> None:
     for name in ("gone", "Gone.method", "Thing.gone", "Thing.inherited"):
         target = f"toyhooks.module:{name}"
         here = [Hook(target, HookKind.AFTER, print)]
-        with pytest.raises(HookError, match=rf"{target}, which .*is not in .*sglang=={VERSION}"):
+        with pytest.raises(
+            HookError, match=rf"{target}, needed for the cache, .*not in .*=={VERSION}"
+        ):
             put_around(module, here, {target: "0"})
 
 
@@ -186,16 +189,30 @@ def test_it_happens_when_the_module_is_imported(
     table = {"toyhooks.module": (Hook(target, HookKind.AFTER, lambda result, n: -result),)}
     monkeypatch.setattr(install, "by_module", lambda: table)
     monkeypatch.setattr(install, "load_hashes", lambda: {target: digest("another")})
-    install.on_import()
+    install.on_import(())
     with pytest.raises(HookError, match=target):
         importlib.import_module("toyhooks.module")
     assert "toyhooks.module" not in sys.modules
 
 
+def test_what_is_left_out_is_not_put_around(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("plain", Need.SPEEDS), ("calls", Need.CACHE)]
+    table = [
+        Hook(f"toyhooks.module:{name}", HookKind.AFTER, lambda result, n: -result, need)
+        for name, need in rows
+    ]
+    known = {one.target: digest(str(sources(folder).source(one.target))) for one in table}
+    monkeypatch.setattr(install, "by_module", lambda: {"toyhooks.module": tuple(table)})
+    monkeypatch.setattr(install, "load_hashes", lambda: known)
+    install.on_import({Need.SPEEDS})
+    module = importlib.import_module("toyhooks.module")
+    assert (module.plain(1), module.calls(1)) == (2, -101)
+
+
 def test_only_a_file_that_differs_is_parsed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, file = "toyhooks.module:plain", folder / "toyhooks" / "module.py"
     known = {target: digest(str(sources(folder).source(target)))}
-    known["toyhooks/module.py"] = digest(SOURCE)
+    known["toyhooks/module.py"] = file_digest(SOURCE)
     parsed = []
 
     class Noted(Sources):
@@ -203,17 +220,27 @@ def test_only_a_file_that_differs_is_parsed(folder: Path, monkeypatch: pytest.Mo
             parsed.append(target)
             return super().source(target)
 
-    monkeypatch.setattr(install, "HOOKS", (Hook(target, HookKind.AFTER, print),))
+    monkeypatch.setattr(install, "HOOKS", (Hook(target, HookKind.AFTER, print, Need.SPEEDS),))
     monkeypatch.setattr(install, "load_hashes", lambda: known)
     monkeypatch.setattr(install, "Sources", Noted)
-    install.verify(folder)
-    assert parsed == []
+    assert not list(install.misfits(folder)) and parsed == []
     file.write_text("OTHER = 'another file with the same function'\n" + SOURCE)
-    install.verify(folder)
-    assert parsed == [target]
-    file.write_text(SOURCE.replace("2 * n", "3 * n"))
-    with pytest.raises(HookError, match=target):
-        install.verify(folder)
+    assert not list(install.misfits(folder)) and parsed == [target]
+    for changed in (SOURCE.replace("2 * n", "3 * n"), "no Python", ""):
+        file.write_text(changed)
+        (misfit,) = install.misfits(folder)
+        assert (misfit.need, misfit.piece) == (Need.SPEEDS, target)
+
+
+def test_a_digest_is_of_the_syntax_tree() -> None:
+    one = 'def f(a, *, b: int = 1):\n    """What."""\n    return f"{a}" + str(b)\n'
+    same = (
+        "  def f(\n      a, *, b: int = 1,  # both\n  ):\n"
+        '    """What."""\n\n    # why\n    return (f"{a}"\n+ str(b))\n'
+    )
+    assert digest(one) == digest(same)
+    assert digest(one) != digest(one.replace("= 1", "= 2"))
+    assert digest(one) != digest("@cached\n" + one)
 
 
 @pytest.mark.parametrize("name", ["plain", "waits", "calls", "Thing", "Thing.made", "imported"])

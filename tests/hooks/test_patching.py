@@ -12,16 +12,18 @@ import pytest
 
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.hooks.install import by_module
+from sglang_hybrid.hooks.needs import Need
 from sglang_hybrid.hooks.patching import PatchError, PatchFinder, parse_patches
 from sglang_hybrid.hooks.sources import Sources
 from sglang_hybrid.hooks.table import HOOKS
 
+CACHES = "sglang/srt/model_executor/forward_batch_info.py"
 SOURCE = "import os\n\nVALUE = 1\n\n\ndef value() -> int:\n    return VALUE\n"
 
 
 def diff(sha256: str, old: str = "VALUE = 1", new: str = "VALUE = 2") -> str:
     return (
-        "Change the value.\n\n"
+        "Change the value.\n\nNeeded for SPEEDS:\n"
         f"SHA256 (toy/module.py) = {sha256}\n\n"
         "diff --git a/toy/module.py b/toy/module.py\n"
         "--- a/toy/module.py\n+++ b/toy/module.py\n"
@@ -71,7 +73,9 @@ def test_two_patches_to_one_file_are_applied_in_order() -> None:
 
 def test_a_file_that_lacks_the_lines_is_refused(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patched(monkeypatch, diff("0" * 64, "VALUE = 7"))
-    with pytest.raises(PatchError, match=r"toy/module.py .* 0001-toy.patch .*reinstall"):
+    with pytest.raises(
+        PatchError, match=r"toy/module.py of .*, needed for measured .* 0001-toy.patch .*reinstall"
+    ):
         importlib.import_module("toy.module")
 
 
@@ -79,6 +83,33 @@ def test_lines_are_looked_for_in_another_file() -> None:
     (patch,) = parse_patches({"0001.patch": diff("0" * 64)}).values()
     other = f"# Another one.\n\n{SOURCE}\nVALUE = 1\n"
     assert patch.apply(other.encode()) == other.replace("VALUE = 1", "VALUE = 2", 1)
+
+
+def test_comments_and_blank_lines_among_the_lines_do_not_count() -> None:
+    text = diff("0" * 64).replace("-VALUE = 1", "-VALUE = 1  # one\n-# it").replace("1,5", "1,6")
+    (patch,) = parse_patches({"0001.patch": text}).values()
+    other = SOURCE.replace("\n\nVALUE = 1", "  # for it\n# Why.\nVALUE = 1 # two\n# and more\n")
+    made = patch.apply(other.encode())
+    assert made == other.replace("VALUE = 1 # two", "VALUE = 2")
+
+
+def test_a_change_is_made_where_those_before_it_are_left_out() -> None:
+    first = diff(released_hash()).replace("+VALUE = 2", " VALUE = 1\n+MORE = 1")
+    first = first.replace("-VALUE = 1\n", "").replace("1,5 +1,5", "1,5 +1,6")
+    second = (
+        f"Needed for CACHE:\nSHA256 (toy/module.py) = {released_hash()}\n"
+        "diff --git a/toy/module.py b/toy/module.py\n--- a/toy/module.py\n+++ b/toy/module.py\n"
+        "@@ -3,3 +3,4 @@\n VALUE = 1\n MORE = 1\n+LAST = 1\n \n"
+    )
+    (patch,) = parse_patches({"1.patch": first, "2.patch": second}).values()
+    both, last = "VALUE = 1\nMORE = 1\nLAST = 1", "VALUE = 1\nLAST = 1"
+    assert both in patch.apply(SOURCE.encode())
+    assert last in patch.apply(SOURCE.encode(), {Need.SPEEDS})
+    (patch,) = parse_patches(
+        {"1.patch": first, "2.patch": second.replace(" MORE = 1\n+", "-MORE = 1\n+")}
+    ).values()
+    (misfit,) = patch.misfits(SOURCE.encode(), {Need.SPEEDS})
+    assert misfit.need is Need.CACHE and "where another change is left out" in misfit.why
 
 
 @pytest.mark.parametrize("path", patching.load_patches())
@@ -102,6 +133,11 @@ def test_a_patch_without_a_hash_is_refused() -> None:
     text = diff(released_hash()).replace("SHA256", "sha")
     with pytest.raises(PatchError, match="no SHA256 line"):
         parse_patches({"0001.patch": text})
+
+
+def test_a_need_that_is_none_is_refused() -> None:
+    with pytest.raises(PatchError, match="is needed for SPEED, which is no need"):
+        parse_patches({"0001.patch": diff(released_hash()).replace("SPEEDS", "SPEED")})
 
 
 def test_the_shipped_patches_fit_the_installed_sglang() -> None:
@@ -136,8 +172,9 @@ def test_the_files_are_looked_for_where_python_would_import_them(tmp_path: Path)
         return subprocess.run(command, capture_output=True, text=True, env=environment)
 
     assert verify().returncode == 0
-    (tmp_path / paths[-1]).write_text("another release")
-    assert f"{paths[-1]} of the installed sglang" in verify().stderr
+    for text in ("another = 1", "no Python"):
+        (tmp_path / CACHES).write_text(text)
+        assert "forward_batch_info:ForwardBatch.init_new, needed for the cache" in verify().stderr
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -16,6 +15,7 @@ from sglang_hybrid.serving.config import BACKEND
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.components.base import TreeComponent
 
     from sglang_hybrid.cache.parts import Parts
 
@@ -31,21 +31,15 @@ def kept_components(
 
 
 def with_our_components(params: CacheInitParams, parts: Parts) -> CacheInitParams:
-    """`params` with SGLang's components replaced by ours; without a shadow tree it is SGLang's own
-    Python tree.
+    """`params` with SGLang's components replaced by ours, which find their parts at the cache;
+    without a shadow tree it is SGLang's own Python tree.
     """
-    registry: dict[ComponentType, Any] = dict(params.component_registry_override or {})
-    kv: Any
-    states: Any
-    shadow_tree = parts.shadow_tree
-    if shadow_tree is None:
-        backend, kv, states = "python", CountedFull, RobustMamba
-        more = {}
-    else:
-        backend, kv, states = BACKEND, ShadowedFull, ShadowedMamba
-        more = {"shadow_tree": shadow_tree}
+    registry: dict[ComponentType, type[TreeComponent]]
+    registry = dict(params.component_registry_override or {})
+    is_shadowed = parts.shadow_tree is not None
     if not params.disable:
-        registry[ComponentType.FULL] = partial(kv, parts=parts, **more)
+        registry[ComponentType.FULL] = ShadowedFull if is_shadowed else CountedFull
     if ComponentType.MAMBA in (params.tree_components or ()):
-        registry[ComponentType.MAMBA] = partial(states, parts=parts, **more)
+        registry[ComponentType.MAMBA] = ShadowedMamba if is_shadowed else RobustMamba
+    backend = BACKEND if is_shadowed else "python"
     return replace(params, tree_core_backend=backend, component_registry_override=registry)

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 from sglang_hybrid.serving.telemetry.stats import Evicted
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.cache.parts import Parts
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 class CountedFull(FullComponent):
     """KV whose evictions are counted where no state goes with it."""
 
-    def __init__(self, *args: Any, parts: Parts) -> None:
-        super().__init__(*args)
-        self._parts = parts
+    def __init__(self, cache: Any, params: CacheInitParams) -> None:
+        super().__init__(cache, params)
+        self._parts: Parts = cache.parts
 
     def evict_component(
         self,

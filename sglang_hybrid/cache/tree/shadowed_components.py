@@ -14,9 +14,9 @@ from sglang_hybrid.cache.tree.kv_components import CountedFull, value_len
 from sglang_hybrid.cache.tree.state_components import RobustMamba
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-    from sglang_hybrid.cache.parts import Parts
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
     from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
     from sglang_hybrid.core.records.nodes import Kind
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 class _HostByValue(TreeComponent):
     """The host forgets what is worth least, too."""
 
-    _shadow_tree: ShadowTree
+    def __init__(self, cache: Any, params: CacheInitParams) -> None:
+        super().__init__(cache, params)
+        self._shadow_tree: ShadowTree = cache.parts.shadow_tree
 
     def drive_host_eviction(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         if self._shadow_tree.follows_copies:
@@ -40,10 +42,6 @@ class _HostByValue(TreeComponent):
 
 class ShadowedMamba(_HostByValue, RobustMamba):
     """States that are evicted by what they save."""
-
-    def __init__(self, *args: Any, parts: Parts, shadow_tree: ShadowTree) -> None:
-        super().__init__(*args, parts=parts)
-        self._shadow_tree = shadow_tree
 
     def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
         self._shadow_tree.on_state_gain(node, kind)
@@ -114,10 +112,6 @@ class ShadowedMamba(_HostByValue, RobustMamba):
 
 class ShadowedFull(_HostByValue, CountedFull):
     """KV whose leaves are evicted by what they save."""
-
-    def __init__(self, *args: Any, parts: Parts, shadow_tree: ShadowTree) -> None:
-        super().__init__(*args, parts=parts)
-        self._shadow_tree = shadow_tree
 
     def kv_dropped(self, node: UnifiedTreeNode) -> None:
         if not node.backuped:

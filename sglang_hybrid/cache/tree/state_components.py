@@ -23,6 +23,7 @@ from sglang_hybrid.serving.telemetry.stats import Evicted
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.cache.parts import Parts
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 class RobustMamba(MambaComponent):
     """States with admission: a slot that cannot be had costs a checkpoint, never the scheduler."""
 
-    def __init__(self, *args: Any, parts: Parts) -> None:
-        super().__init__(*args)
-        self._parts = parts
+    def __init__(self, cache: Any, params: CacheInitParams) -> None:
+        super().__init__(cache, params)
+        self._parts: Parts = cache.parts
         self._publication: Publication | None = None
         self._speculates = get_spec().speculative_algorithm is not None
         steps_are_alone = get_schedule().disable_overlap_schedule and get_parallel().pp_size == 1

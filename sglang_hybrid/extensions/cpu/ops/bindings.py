@@ -34,8 +34,8 @@ from sglang_hybrid.extensions.cpu.ops import (
 class Binding:
     """``module.attribute`` (dotted for a class member) becomes ``function``, a module or a value.
 
-    ``creates`` marks a name that SGLang's module has on other platforms only. A function that
-    ``wraps`` is called with SGLang's and returns what stands for it.
+    ``creates`` marks a name that SGLang's module has on other platforms, or patched, only. A
+    function that ``wraps`` is called with SGLang's and returns what stands for it.
     """
 
     module: str
@@ -291,7 +291,7 @@ BINDINGS: tuple[Binding, ...] = (
         wraps=True,
     ),
     Binding(_LIGHTNING, "seg_la_fwd", lightning.seg_la_fwd),
-    Binding(_LIGHTNING, "save_lightning_states", lightning.save_lightning_states),
+    Binding(_LIGHTNING, "save_lightning_states", lightning.save_lightning_states, creates=True),
     Binding(_GATED_NORM, "rms_norm_gated", gated_delta.rms_norm_gated),
     Binding(_GATED_LAYERNORM, "layernorm_fn", gated_delta.layernorm_fn),
     Binding(_NATIVE_MOE, "moe_forward_native", moe.moe_forward_native),
