@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_hybrid.cache.state_slots.slots import free_slots
-from sglang_hybrid.serving.telemetry.metrics import cache_metrics
+from sglang_hybrid.serving.telemetry.metrics import cache_metrics, rank_labels
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.parts import Parts
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.tuning import Tuning
+    from sglang_hybrid.core.records.pins import Pins
     from sglang_hybrid.core.returns.answer_models import AnswerModels
     from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
 
@@ -40,7 +41,7 @@ class CacheReport:
         has_tiers = parts.shadow_tree is not None and parts.shadow_tree.follows_copies
         self.tier_stats = parts.tier_stats if has_tiers else None
         self._cache, self._parts = cache, parts
-        self._metrics = cache_metrics(self) if metrics else None
+        self._metrics = cache_metrics(self, rank_labels()) if metrics else None
 
     @property
     def policy_name(self) -> str:
@@ -69,6 +70,18 @@ class CacheReport:
         """The tuner's totals, on the rank that has it."""
         return self._cache.tuning.counts
 
+    @property
+    def pins(self) -> Pins | None:
+        """What clients pinned; None where SGLang's own order decides what is evicted."""
+        shadow_tree = self._parts.shadow_tree
+        return None if shadow_tree is None else shadow_tree.tree.pins
+
+    @property
+    def recorded(self) -> Mapping[str, float] | None:
+        """Requests that ended, by whether they are recorded; None where nothing is."""
+        info = self._cache.tuning.recording()
+        return None if info is None else {name: info[name] for name in ("written", "left_out")}
+
     def update_metrics(self) -> None:
         """Bring the metrics, if there are any, up to the counts."""
         if self._metrics is not None:
@@ -78,7 +91,7 @@ class CacheReport:
         """The block `hybrid_cache` of /server_info."""
         cache, parts = self._cache, self._parts
         allocator = cache.req_to_token_pool.mamba_allocator if cache.is_mamba_enabled else None
-        pins = None if parts.shadow_tree is None else parts.shadow_tree.tree.pins
+        pins = self.pins
         return {
             "eviction": self.policy_name,
             "alpha": self.alpha,

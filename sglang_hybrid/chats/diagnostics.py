@@ -22,6 +22,7 @@ import numpy.typing as npt
 from sglang_hybrid.chats.breakpoints import common_start
 from sglang_hybrid.core.queue.prefix_overlap import as_key, common_prefix
 from sglang_hybrid.core.records.latest import Latest
+from sglang_hybrid.explain.changing_text import same_behind
 from sglang_hybrid.serving.tenants import Tenant, tenant_of_prompt
 
 MOST_BYTES = 64 << 20
@@ -80,7 +81,8 @@ class Divergence:
 
     path: of the part. before, now: text of the earlier request and of this one around that place;
     empty where the part is missing. shared_tokens: at the beginning of both prompts. missed_tokens:
-    of the earlier prompt behind those.
+    of the earlier prompt behind those. same_tokens: behind the text that differs, which are equal
+    again, if that text is short: it would better stand behind them.
     """
 
     kind: PartKind
@@ -89,6 +91,7 @@ class Divergence:
     now: str
     shared_tokens: int
     missed_tokens: int
+    same_tokens: int
 
     def as_dict(self) -> dict[str, object]:
         """Our own report, beside the vendor's."""
@@ -97,6 +100,7 @@ class Divergence:
             "before": self.before,
             "now": self.now,
             "shared_tokens": self.shared_tokens,
+            "same_tokens": self.same_tokens,
         }
 
 
@@ -112,7 +116,13 @@ def compare(before: SentPrompt, now: SentPrompt) -> Divergence | None:
             at = common_start(one, other)
             shared = common_prefix(as_key(before.ids), as_key(now.ids))
             return Divergence(
-                kind, path, _around(one, at), _around(other, at), shared, len(before.ids) - shared
+                kind,
+                path,
+                _around(one, at),
+                _around(other, at),
+                shared_tokens=shared,
+                missed_tokens=len(before.ids) - shared,
+                same_tokens=same_behind(now.ids, before.ids),
             )
     return None
 

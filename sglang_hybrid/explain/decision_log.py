@@ -8,6 +8,7 @@ are hashed once. Without a shadow tree (`--hybrid-eviction sglang-lru`) only req
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from sglang_hybrid.core.records.latest import Latest
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.victims.pool import Scarce
 from sglang_hybrid.explain.cache_view import ExplainedCache, Records, grid
+from sglang_hybrid.explain.changing_text import find_changing_text
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     NAME_LENGTH,
@@ -36,7 +38,7 @@ from sglang_hybrid.explain.recent import (
     ResumedFrom,
 )
 from sglang_hybrid.serving.requests.ids import shown_id
-from sglang_hybrid.serving.telemetry.stats import Evicted, RequestReport
+from sglang_hybrid.serving.telemetry.stats import ChangingText, Evicted, RequestReport
 from sglang_hybrid.serving.tenants import Tenant, tenant, tenant_of
 
 if TYPE_CHECKING:
@@ -166,6 +168,11 @@ class DecisionLog:
         if seen is not None:
             seen.known = known_len
 
+    def known_len(self, req: Req) -> int:
+        """Tokens of the prompt of `req` that its tenant sent before, as far as that is known."""
+        seen = self.recent.get(tenant_of(req), shown_id(req.rid))
+        return 0 if seen is None else seen.known or 0
+
     def ends_at_grid(self, kv: int, usable: int, known: int | None) -> bool:
         """Whether a prompt's KV ends after `kv` of `usable` tokens because SGLang tracks the states
         and keeps KV up to the last one only, if no eviction is the reason. known: tokens that were
@@ -184,6 +191,21 @@ class DecisionLog:
         return any(
             isinstance(event, KvLost) and event.end > kv for _, there in lost for event in there
         )
+
+    def changing_text(
+        self, prompt: array[int], whose: Tenant, start: int, hit: int
+    ) -> ChangingText | None:
+        """The short text because of which a prompt of this tenant was not hit behind `hit`, though
+        most of what follows was sent before; None if that has another reason. start: tokens of the
+        prompt that were sent before as they are.
+        """
+        earlier = (seen.tokens for seen in reversed(self.recent.of(whose)))
+        missed = len(prompt) - 1 - hit
+        found = find_changing_text(prompt, start, missed, earlier)
+        if found is None:
+            return None
+        starts = self._cache.message_boundaries.message_starts(prompt[: found.position + 1])
+        return replace(found, message=len(starts))
 
     def checkpoint_of(self, node: UnifiedTreeNode, position: int) -> ResumedFrom | None:
         """The checkpoint of `node`, at `position`; None for the root and where there are none."""

@@ -21,6 +21,9 @@ from sglang_hybrid.serving.tenants import tenant
 
 logger = logging.getLogger(__name__)
 
+MOST_BEFORE = 16_384
+"""Tokens before a text whose line is named."""
+
 
 class Explainer:
     """Gives accounts of prompts and of recent requests of one cache."""
@@ -49,10 +52,15 @@ class Explainer:
         if asked.request_id is None:
             if not asked.input_ids:
                 return ExplainReqOutput(error="the prompt has no tokens.")
-            report = explanation.of_prompt(array("q", asked.input_ids))
+            prompt = array("q", asked.input_ids)
+            report = explanation.of_prompt(prompt)
         else:
             seen = self._decision_log.recent.get(whose, asked.request_id)
             if seen is None:
                 return ExplainReqOutput(error=explanation.unknown(asked.request_id))
             report = explanation.of_request(asked.request_id, seen)
-        return ExplainReqOutput(report=msgspec.to_builtins(report))
+            prompt = seen.tokens
+        before, found = None, None if report.unstored is None else report.unstored.changing_text
+        if found is not None and found.position <= MOST_BEFORE:
+            before = list(prompt[: found.position])
+        return ExplainReqOutput(report=msgspec.to_builtins(report), before=before)

@@ -58,6 +58,8 @@ class Explanation:
             ends = [depth for depth, _ in path if depth > hit] + [kv] * (kv > hit)
             for end in dict.fromkeys(ends):
                 missed.setdefault(end, self._reasons.nothing_noted(end, hit, branch=end == kv))
+        start = max(kv, known or 0)
+        changing_text = self._decision_log.changing_text(prompt, self._tenant, start, hit)
         return MissReport(
             prompt=len(prompt),
             usable=usable,
@@ -65,7 +67,7 @@ class Explanation:
             hit=hit,
             checkpoint=self._checkpoint(used),
             deeper=_deepest_first(missed),
-            unstored=self._reasons.unstored(prompt, usable, events, kv, known),
+            unstored=self._reasons.unstored(prompt, usable, events, kv, known, changing_text),
             leaves=self._would_leave(prompt, hit, kv, history_match),
             cache=self._snapshot(),
             below=below,
@@ -107,7 +109,9 @@ class Explanation:
             hit=hit,
             checkpoint=self._checkpoint(seen.used),
             deeper=_deepest_first(missed),
-            unstored=self._reasons.unstored(seen.tokens, usable, before, seen.kv, seen.known),
+            unstored=self._reasons.unstored(
+                seen.tokens, usable, before, seen.kv, seen.known, seen.report.changing_text
+            ),
             leaves=[],
             cache=self._snapshot(),
             request=ExplainedRequest(

@@ -21,9 +21,12 @@ class ExplainReq(BaseReq):
 
 
 class ExplainReqOutput(BaseReq):
-    """An `MissReport` as plain values, or the sentence that says why there is none."""
+    """An `MissReport` as plain values, or the sentence that says why there is none. before: tokens
+    of the prompt before a text that changes with each request; None where there is none.
+    """
 
     report: dict[str, Any] | None = None
+    before: list[int] | None = None
     error: str | None = None
 
 

@@ -11,6 +11,8 @@ from enum import Enum
 
 import msgspec
 
+from sglang_hybrid.serving.telemetry.stats import ChangingText
+
 
 class Reason(Enum):
     """Why no checkpoint is at a position."""
@@ -31,6 +33,7 @@ class UnstoredReason(Enum):
     EVICTED = "evicted"
     GRID = "grid"  # SGLang keeps KV up to the last state on its grid
     GONE = "gone"  # sent before and no longer stored; when it went is not remembered
+    CHANGING_TEXT = "changing_text"  # most of it was sent before, behind another short text
     UNKNOWN = "unknown"  # never sent, or no longer stored: what was sent is not remembered
 
 
@@ -94,7 +97,8 @@ class Unstored(msgspec.Struct):
     """Tokens [start, end) of the usable prompt, whose KV is not stored.
 
     known: position up to which they were sent before, None if that is not remembered. when, short,
-    policy: of the eviction, as in `MissedCheckpoint`.
+    policy: of the eviction, as in `MissedCheckpoint`. changing_text: that keeps them from being
+    found. line: of the prompt, on which it begins, from 1 on; None where there is no text.
     """
 
     start: int
@@ -104,6 +108,8 @@ class Unstored(msgspec.Struct):
     when: float | None = None
     short: str | None = None
     policy: str | None = None
+    changing_text: ChangingText | None = None
+    line: int | None = None
 
 
 class ExplainedRequest(msgspec.Struct):

@@ -25,7 +25,7 @@ from sglang_hybrid.explain.miss_report import (
     UnstoredReason,
 )
 from sglang_hybrid.explain.recent import ResumedFrom, newest
-from sglang_hybrid.serving.telemetry.stats import Evicted
+from sglang_hybrid.serving.telemetry.stats import ChangingText, Evicted
 from sglang_hybrid.serving.tenants import Tenant
 
 Events: TypeAlias = Sequence[tuple[int, list[Decision]]]
@@ -111,13 +111,23 @@ class Reasons:
         )
 
     def unstored(
-        self, tokens: array[int], usable: int, events: Events, kv: int, known: int | None
+        self,
+        tokens: array[int],
+        usable: int,
+        events: Events,
+        kv: int,
+        known: int | None,
+        changing_text: ChangingText | None,
     ) -> Unstored | None:
         """What lies behind the stored KV. An evicted edge tells of it if the prompt goes on along
-        that edge: to its end, or as far as the history knows the prompt.
+        that edge: to its end, or as far as the history knows the prompt. changing_text: the reason
+        of the miss, if it is one.
         """
         if kv >= usable:
             return None
+        if changing_text is not None:
+            why = UnstoredReason.CHANGING_TEXT
+            return Unstored(kv, usable, why, known, changing_text=changing_text)
         lost: KvLost | None = None
         for event in (event for _, there in events for event in there):
             if not isinstance(event, KvLost) or event.end <= kv:

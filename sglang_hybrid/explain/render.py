@@ -11,8 +11,10 @@ from sglang_hybrid.explain.miss_report import (
     MissedCheckpoint,
     MissReport,
     Reason,
+    Unstored,
     UnstoredReason,
 )
+from sglang_hybrid.serving.telemetry.stats import ChangingText
 
 KINDS = {
     "branch": "branch point",
@@ -67,6 +69,13 @@ def remedy(report: MissReport) -> str | None:
     cache = report.cache
     if report.request is not None and report.request.missed == "no_slot":
         return _more(cache, "states")
+    unstored = report.unstored
+    if unstored is not None and unstored.changing_text is not None:
+        return (
+            "text that changes with each request belongs behind text that stays the same; move the "
+            f"one at token {unstored.changing_text.position:,} to the end of the prompt, or into "
+            "the last message."
+        )
     for missed in report.deeper:
         if missed.gain < WORTH_MENDING:
             continue
@@ -81,7 +90,6 @@ def remedy(report: MissReport) -> str | None:
             )
         if missed.reason is Reason.GRID:
             return _exact(cache)
-    unstored = report.unstored
     if unstored is not None and unstored.why is UnstoredReason.EVICTED:
         return _more(cache, unstored.short or "kv")
     if unstored is not None and unstored.why is UnstoredReason.GRID:
@@ -199,6 +207,9 @@ def _unstored(report: MissReport) -> Iterator[str]:
     if rest.why is UnstoredReason.NEW:
         yield f"{tokens} were never sent before."
         return
+    if rest.changing_text is not None:
+        yield _changing(rest, rest.changing_text)
+        return
     upto = "" if rest.known is None else f", which was sent before to token {rest.known:,},"
     if rest.why is UnstoredReason.GRID:
         yield (
@@ -214,6 +225,17 @@ def _unstored(report: MissReport) -> Iterator[str]:
         yield f"{tokens}: KV from here on{upto} is gone; when it went is not remembered."
     else:
         yield f"{tokens} are not stored; whether they were ever sent is not remembered."
+
+
+def _changing(rest: Unstored, found: ChangingText) -> str:
+    numbers = {"line": rest.line, "message": found.message}
+    where = [f"{name} {number:,}" for name, number in numbers.items() if number]
+    place = f" ({', '.join(where)})" if where else ""
+    return (
+        f"At token {found.position:,}{place} a text of {_count(found.tokens, 'token')} differs "
+        f"from an earlier prompt's; of the tokens behind it, {found.same_tokens:,} are the same, "
+        "and cannot be hit."
+    )
 
 
 def _request(report: MissReport) -> Iterator[str]:

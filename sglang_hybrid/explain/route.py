@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_hybrid.core.extensions import extension
+from sglang_hybrid.explain.changing_text import line_of
 from sglang_hybrid.explain.messages import (
     ExplainReq,
     ExplainReqOutput,
@@ -104,10 +105,20 @@ async def explain(request: Request) -> JSONResponse:
         cache_salt=question.cache_salt,
     )
     answers: list[ExplainReqOutput] = await ask_ranks(manager, asked, ExplainReqOutput)
-    reports = [answer.report for answer in answers if answer.report is not None]
+    reports = [_with_line(answer, manager) for answer in answers if answer.report is not None]
     if not reports:
         return _refuse(HTTPStatus.NOT_FOUND, answers[0].error or "no answer.")
     return JSONResponse(max(reports, key=lambda report: (report["hit"], report["kv"])))
+
+
+def _with_line(answer: ExplainReqOutput, manager: TokenizerManager) -> dict[str, Any]:
+    """A report that names the line of a text that changes with each request, where there is a
+    tokenizer.
+    """
+    report: dict[str, Any] = answer.report or {}
+    if answer.before is not None and manager.tokenizer is not None:
+        report["unstored"]["line"] = line_of(manager.tokenizer.decode(answer.before))
+    return report
 
 
 @router.get("/hybrid_cache/resumable")

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.runtime_context import get_serving
+from sglang.srt.runtime_context import get_parallel, get_serving
 
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.records.nodes import Kind
+from sglang_hybrid.serving.telemetry.metrics import rank_labels
 from tests.cache.backends import COST, match_prefix, options
 from tests.cache.driver import Server, Sizes
 
@@ -594,3 +595,17 @@ def test_a_health_probe_is_no_traffic(policy: str, tmp_path: Path) -> None:
     it.cache.tuning.file.close()
     assert len((tmp_path / "trace.jsonl").read_text().splitlines()) == 1
     assert it.serve(run(100), [1, 2]) > 0
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_metrics_have_the_labels_of_sglangs_own(rank: int | None) -> None:
+    server()
+    alone = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "moe_ep_rank": 0}
+    with (
+        get_parallel().override(**alone, dp_rank=rank, dp_size=2),
+        get_serving().override(served_model_name="m"),
+    ):
+        labels = rank_labels()
+    ranks = dict.fromkeys(("tp_rank", "pp_rank", "moe_ep_rank"), "0")
+    of_rank = {} if rank is None else {"dp_rank": "1"}
+    assert labels == {"model_name": "m", "engine_type": "unified", **ranks, **of_rank}

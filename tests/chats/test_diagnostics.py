@@ -43,7 +43,13 @@ def test_the_first_text_that_differs_is_shown_with_what_is_around_it() -> None:
     assert (found.kind, found.path) == (PartKind.SYSTEM, "system.1")
     assert found.before == "x" * 20 + "Monday" + "y" * 14
     assert found.now == "x" * 20 + "Tuesday" + "y" * 13
-    assert (found.shared_tokens, found.missed_tokens) == (2, 3)
+    assert (found.shared_tokens, found.missed_tokens, found.same_tokens) == (2, 3, 0)
+
+
+def test_tokens_that_are_equal_again_behind_a_short_text_are_counted() -> None:
+    rules = [*range(100, 200)]
+    found = compare(prompt("At 9:00", ids=[1, 9, *rules]), prompt("At 9:05", ids=[1, 7, 8, *rules]))
+    assert found is not None and found.as_dict()["same_tokens"] == 100
 
 
 def test_a_conversation_that_goes_on_or_stops_earlier_does_not_differ() -> None:

@@ -65,7 +65,7 @@ def test_our_metrics_are_there(registry: CollectorRegistry) -> None:
     Metrics(memory_metrics(Account(1)))
     exported = {"sglang_hybrid:" + name.split("[")[0] for name in shown(registry)}
     ours = {name for name in metrics() if name.startswith("sglang_hybrid:")}
-    assert len(ours) == 15
+    assert len(ours) == 18
     assert ours <= exported
 
 

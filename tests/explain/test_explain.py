@@ -232,7 +232,7 @@ def test_evicted_when_kv_ran_short() -> None:
     assert "more KV" in (remedy(report) or "")
     stranger = explain(it, [1, *run(150)])
     assert stranger.deeper == []
-    assert unstored(stranger).why is UnstoredReason.NEW
+    assert unstored(stranger).why is UnstoredReason.CHANGING_TEXT
 
 
 def test_evicted_when_one_memory_ran_short() -> None:
@@ -384,6 +384,46 @@ def test_where_the_last_message_would_get_its_state() -> None:
 
 
 # A request that came.
+
+
+def stamped(stamp: int, *, opener: int = 12) -> list[int]:
+    """A prompt with a stamp of three tokens behind the template's first ones."""
+    return [*run(opener, 8), *run(3, 100 + stamp), *run(200, 9), *run(20, 200 + stamp)]
+
+
+def test_a_text_that_changes_at_the_top_is_named_with_its_place() -> None:
+    it = server()
+    it.cache.plans.message_boundaries = MessageBoundaries({"user": [(8_003,)]})
+    for stamp in range(3):
+        it.serve(stamped(stamp), [7])
+    reports = [seen.report for seen in it.cache.decision_log.recent.of(None)]
+    assert [report.missed.value for report in reports] == [
+        "not_stored",
+        "changing_text",
+        "changing_text",
+    ]
+    told = {"position": 12, "tokens": 3, "same_tokens": 200, "message": 1}
+    assert reports[2].as_dict()["changing_text"] == told
+    for report in (of_request(it, "3"), explain(it, stamped(5))):
+        assert unstored(report).why is UnstoredReason.CHANGING_TEXT
+        assert "At token 12 (message 1) a text of 3 tokens differs" in said(report)
+        assert "belongs behind text that stays the same" in (remedy(report) or "")
+    assert it.cache.explainer.answer(ExplainReq(request_id="3")).before == run(12, 8)
+
+
+def test_the_text_of_another_tenant_is_compared_with_nobodys() -> None:
+    it = server()
+    it.serve(stamped(0), [7], extra_key="one")
+    assert unstored(explain(it, stamped(1))).why is UnstoredReason.NEW
+    assert unstored(explain(it, stamped(1), extra_key="one")).changing_text is not None
+
+
+def test_what_was_evicted_is_no_text_that_changes() -> None:
+    it = server(states=0)
+    it.serve(stamped(0), [7])
+    it.serve(stamped(1), [7])
+    it.cache.evict(EvictParams(num_tokens=10_000))
+    assert unstored(explain(it, stamped(0))).why is UnstoredReason.EVICTED
 
 
 def test_a_request_is_explained_as_of_when_it_came() -> None:

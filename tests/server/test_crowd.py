@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
-import requests
 
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import Serve, ask, cached, hybrid_cache, logprobs, said, same
+from tests.server.client import Serve, ask, cached, hybrid_cache, logprobs, metric, said, same
 from tests.server.crowd import Crowd
 from tests.server.one_memory import all_is_free
 from tests.server.soak import Watched
@@ -91,14 +89,10 @@ def is_same(url: str, kept: Watched, **tenant: str) -> bool:
 
 def numbers_agree(url: str, seen: dict) -> None:
     """/metrics counts what /server_info counts, and hits are of one tier or another."""
-    text = requests.get(url + "/metrics", timeout=30).text
-    metrics = {
-        name: float(value)
-        for name, value in re.findall(r"^sglang_hybrid:(\S+) (\S+)$", text, re.MULTILINE)
-    }
-    assert [metrics[f"{name}_total"] for name in COUNTS] == [seen[name] for name in COUNTS]
+    assert [metric(url, f"{name}_total") for name in COUNTS] == [seen[name] for name in COUNTS]
     by_tier = seen["tiers"]["hit_tokens"]
-    assert {tier: metrics[f'tier_hit_tokens_total{{tier="{tier}"}}'] for tier in by_tier} == by_tier
+    name = 'tier_hit_tokens_total{{.*tier="{}".*}}'
+    assert {tier: metric(url, name.format(tier)) for tier in by_tier} == by_tier
     assert sum(by_tier.values()) == seen["hit_tokens"]
 
 

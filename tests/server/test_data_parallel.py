@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_hybrid.serving import warm_up
 from tests.server.client import Serve, ask, cached, hybrid_caches, random_prompt
@@ -19,7 +21,7 @@ def test_prompts_go_to_the_rank_that_has_their_prefix(serve: Serve) -> None:
     """Nine prompts again, and siblings of each; both ranks have traffic.
     Sent in turn, every second time the other rank would get a prompt.
     """
-    with serve("--dp-size", "2", "--warmups", warm_up.NAME) as server:
+    with serve("--dp-size", "2", "--warmups", warm_up.NAME, "--enable-metrics") as server:
         url = server.url
         warm = 3 * (warm_up.TOKENS - 1)
         assert hits_of_ranks(url) == [warm] * 2
@@ -35,3 +37,29 @@ def test_prompts_go_to_the_rank_that_has_their_prefix(serve: Serve) -> None:
         assert len(ranks) == 2 and min(ranks) > warm
         foreign = ask(url, prompts[0], 2, cache_salt="another tenant's")
         assert cached(foreign) == 0
+        metrics_add_up(url)
+
+
+def metrics_add_up(url: str) -> None:
+    """Each rank has its own series, with SGLang's labels."""
+    text = requests.get(url + "/metrics", timeout=30).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    (waiting,) = {frozenset(sample.labels) for sample in families["sglang:num_queue_reqs"].samples}
+    for at, block in enumerate(hybrid_caches(url)):
+        here = {"dp_rank": str(at)}
+        shown = {
+            name: sum(
+                sample.value
+                for sample in families["sglang_hybrid:" + name].samples
+                if here.items() <= sample.labels.items() and waiting <= sample.labels.keys()
+            )
+            for name in ("requests", "hit_tokens", "missed_requests", "missed_tokens", "policy")
+        }
+        computed = block["prompt_tokens"] - block["hit_tokens"]
+        assert shown == {
+            "requests": block["requests"],
+            "hit_tokens": block["hit_tokens"],
+            "missed_requests": block["requests"],
+            "missed_tokens": computed,
+            "policy": 1,
+        }

@@ -101,6 +101,30 @@ def test_text_and_messages_are_tokenized_as_for_a_request(url: str, tmp_path: Pa
     assert "message" in [kind for _, kind in asked["request"]["left"]]
 
 
+def test_a_line_that_changes_is_named(url: str) -> None:
+    rules = " ".join(f"Rule {n} is kept in register {n * 11 % 37}." for n in range(60))
+
+    def chat(stamp: str, **more: str) -> dict:
+        system = {"role": "system", "content": f"Answer briefly.\nNow: {stamp}\n{rules}"}
+        messages = [system, {"role": "user", "content": f"Which rule at {stamp}?"}]
+        body = {"model": "default", "messages": messages, "max_tokens": 2, **more}
+        return requests.post(url + "/v1/chat/completions", json=body, timeout=120).json()
+
+    for stamp in ("10:41:07", "11:58:32"):
+        answer = chat(stamp)
+    found = account(url, "--request-id", answer["id"])
+    unstored = found["unstored"]
+    assert (found["request"]["missed"], unstored["why"]) == ("changing_text", "changing_text")
+    assert unstored["changing_text"]["message"] == 1
+    assert unstored["changing_text"]["same_tokens"] > 300
+    text = run(url, "--request-id", answer["id"]).stdout
+    assert f"(line {unstored['line']}, message 1)" in text
+    assert "belongs behind text that stays the same" in text
+    stranger = chat("12:03:51", cache_salt="another")
+    report = account(url, "--request-id", stranger["id"], "--cache-salt", "another")
+    assert report["unstored"]["changing_text"] is None
+
+
 def test_mistakes_end_in_one_sentence(url: str, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "empty.json").write_text("{}")

@@ -11,6 +11,7 @@ from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import fields_of
 from sglang_hybrid.serving.telemetry.stats import CacheStats, Missed, RequestReport
+from sglang_hybrid.serving.tenants import tenant_of
 from sglang_hybrid.storage.codecs.coded_rows import chosen
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class LookUps:
             has_states=self._cache.is_mamba_enabled,
         )
         report.started = True
-        self._stats.on_prefill(report, self._cost.flops(report.hit_tokens))
+        self._count(report)
         _send(req, report)
 
     def on_full_hit(self, req: Req) -> None:
@@ -208,13 +209,30 @@ class LookUps:
         if report is None or report.started:
             return
         report.started = True
+        self._explain_miss(req, report)
         if not chosen().exact:
             core = self._cache.tree_core
             report.exact = core.is_exact(core.node_by_id(req.last_node))
-        self._stats.on_prefill(report, self._cost.flops(report.hit_tokens))
+        self._count(report)
         if report.found is not None:
             self._tier_stats.hit_tokens["device"] += report.found.device_tokens
             self._tier_stats.hit_tokens["host"] += report.found.host_tokens
+
+    def _count(self, report: RequestReport) -> None:
+        flops = self._cost.flops(report.hit_tokens)
+        seconds = self._cache.speeds.speeds.compute(flops)
+        self._stats.on_prefill(report, flops, seconds)
+
+    def _explain_miss(self, req: Req, report: RequestReport) -> None:
+        """Say where a text that changes with each request is the reason."""
+        if report.missed not in (Missed.NOT_STORED, Missed.NO_STATE, Missed.GRID):
+            return
+        start = max(self.kv_len(req), self._decision_log.known_len(req))
+        report.changing_text = self._decision_log.changing_text(
+            req.origin_input_ids, tenant_of(req), start, report.hit_tokens
+        )
+        if report.changing_text is not None:
+            report.missed = Missed.CHANGING_TEXT
 
     def on_publish(
         self, req: Req, checkpoints: Sequence[tuple[int, Kind]], pinned: Sequence[int]

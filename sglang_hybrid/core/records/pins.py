@@ -14,6 +14,9 @@ from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.core.records.pin import MOST_OF_ALL, Pin, PinRequest
 from sglang_hybrid.core.records.shares import Shares, payer_of
 
+PIN_EVENTS = ("pinned", "refused", "gave_way", "expired", "evicted")
+"""What is counted of pins."""
+
 
 @dataclass(frozen=True, slots=True)
 class PinRoom:
@@ -163,13 +166,12 @@ class Pins:
         take, whatever others have pinned. pinned, refused, gave_way, expired, evicted: how often
         that happened.
         """
-        known = ("pinned", "refused", "gave_way", "expired", "evicted")
         return {
             "pins": len(self),
             "bytes": self.held_bytes,
             "share_of_a_tenant": self.share,
             "bytes_of_a_tenant": int(self.share * self._bytes),
-            **{name: self.counts[name] for name in known},
+            **{name: self.counts[name] for name in PIN_EVENTS},
         }
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +87,7 @@ def make_request(
     return Request(session, turn, arrival, tokens, len(first), *said)
 
 
-def common_prefix(one: TokenArray, other: TokenArray) -> int:
+def common_prefix(one: npt.NDArray[np.integer[Any]], other: npt.NDArray[np.integer[Any]]) -> int:
     """How many tokens two sequences share from the start."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]

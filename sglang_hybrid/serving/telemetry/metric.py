@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 Labels = str | tuple[str, ...]
@@ -31,10 +32,16 @@ class Metric:
 
 
 class Metrics:
-    """Metrics in Prometheus's registry, each from the first time that it has a number."""
+    """Metrics in Prometheus's registry, each from the first time that it has a number.
 
-    def __init__(self, metrics: Iterable[Metric]) -> None:
+    labels: names and values of the labels that all of them have.
+    """
+
+    def __init__(
+        self, metrics: Iterable[Metric], labels: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._metrics = list(metrics)
+        self._labels = labels
         self._registered: dict[str, Any] = {}
         self._seen: defaultdict[tuple[str, Labels], float] = defaultdict(float)
         self.update()
@@ -46,15 +53,16 @@ class Metrics:
             if found is None:
                 continue
             if metric.name not in self._registered:
-                self._registered[metric.name] = _register(metric)
+                self._registered[metric.name] = _register(metric, self._labels)
             values = found if isinstance(found, Mapping) else {(): found}
             for labels, value in values.items():
                 self._set(metric, labels, value)
 
     def _set(self, metric: Metric, labels: Labels, value: float) -> None:
         one = self._registered[metric.name]
-        if labels:
-            one = one.labels(*((labels,) if isinstance(labels, str) else labels))
+        values = (*self._labels.values(), *((labels,) if isinstance(labels, str) else labels))
+        if values:
+            one = one.labels(*values)
         if metric.is_gauge:
             one.set(value)
         else:
@@ -62,11 +70,12 @@ class Metrics:
             self._seen[metric.name, labels] = value
 
 
-def _register(metric: Metric) -> Any:
+def _register(metric: Metric, common: Iterable[str]) -> Any:
     # Imported here: prometheus_client chooses its multiprocess mode at import, and SGLang sets the
     # directory for it only when metrics are enabled.
     from prometheus_client import Counter, Gauge
 
+    labels = (*common, *metric.labels)
     if metric.is_gauge:
-        return Gauge(metric.name, metric.about, metric.labels, multiprocess_mode="mostrecent")
-    return Counter(metric.name, metric.about, metric.labels)
+        return Gauge(metric.name, metric.about, labels, multiprocess_mode="mostrecent")
+    return Counter(metric.name, metric.about, labels)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from sglang_hybrid.core.memory.account import Account
+from sglang_hybrid.core.records.pins import PIN_EVENTS
 from sglang_hybrid.serving.telemetry.metric import Metric, Metrics
 from sglang_hybrid.serving.telemetry.schedule import schedule_metrics
+from sglang_hybrid.serving.telemetry.stats import Missed
 from sglang_hybrid.serving.telemetry.tiers import tier_metrics
 
 if TYPE_CHECKING:
     from sglang_hybrid.core.memory.account import MemoryAccount
+    from sglang_hybrid.core.records.pins import Pins
     from sglang_hybrid.core.returns.answer_models import AnswerModels
     from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
     from sglang_hybrid.serving.telemetry.stats import CacheStats
@@ -27,8 +31,12 @@ TOTALS = {
     "hit_tokens": "Prompt tokens that were not prefilled.",
     "kv_only_tokens": "Prompt tokens whose KV was stored but lay behind the deepest state.",
     "flops_saved": "FLOPs that hits made unnecessary.",
+    "saved_seconds": "Seconds of prefill that hits made unnecessary, at the measured rate.",
 }
 """Counters: attributes of `CacheStats`."""
+
+NO_MISSES = dict.fromkeys((reason.value for reason in Missed), 0)
+"""Each reason has its series from the start."""
 
 TUNER = {
     "runs": "Comparisons of policies on recorded requests.",
@@ -65,11 +73,36 @@ class HasStats(Protocol):
     tier_stats: TierStats | None  # None where there are no tiers
 
     @property
+    def pins(self) -> Pins | None: ...
+
+    @property
+    def recorded(self) -> Mapping[str, float] | None: ...  # requests, by what became of them
+
+    @property
     def schedule_stats(self) -> ScheduleStats | None: ...
 
 
-def cache_metrics(cache: HasStats) -> Metrics:
-    """All metrics of one cache; `update` brings them up to its counts."""
+def rank_labels() -> dict[str, str]:
+    """The labels of SGLang's own metrics of a scheduler, in the process of one: the model's name
+    and the ranks (observability/metrics_collector.py, SchedulerMetricsCollector.init_new), and
+    those of --extra-metric-labels.
+    """
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_serving
+
+    parallel, disagg = get_parallel(), get_disagg()
+    mode = disagg.disaggregation_mode
+    kind = "dynamic" if disagg.enable_pd_role_switch else DisaggregationMode.to_engine_type(mode)
+    labels = {"model_name": get_serving().served_model_name, "engine_type": kind}
+    labels |= {name: getattr(parallel, name) for name in ("tp_rank", "pp_rank", "moe_ep_rank")}
+    if parallel.dp_rank is not None:
+        labels["dp_rank"] = parallel.dp_rank
+    labels |= get_observability().extra_metric_labels or {}
+    return {name: str(value) for name, value in labels.items()}
+
+
+def cache_metrics(cache: HasStats, labels: Mapping[str, str] = MappingProxyType({})) -> Metrics:
+    """All metrics of one cache, with these labels; `update` brings them up to its counts."""
     metrics = [*_totals(cache), *_policy(cache)]
     if cache.answers is not None:
         metrics += answer_metrics(cache.answers)
@@ -79,7 +112,11 @@ def cache_metrics(cache: HasStats) -> Metrics:
         metrics += tier_metrics(cache.tier_stats)
     if cache.schedule_stats is not None:
         metrics += schedule_metrics(cache.schedule_stats)
-    return Metrics(metrics)
+    if cache.pins is not None:
+        metrics += pin_metrics(cache.pins)
+    if cache.recorded is not None:
+        metrics.append(_recorded(cache))
+    return Metrics(metrics, labels)
 
 
 def _totals(cache: HasStats) -> Iterator[Metric]:
@@ -100,6 +137,18 @@ def _totals(cache: HasStats) -> Iterator[Metric]:
     )
     yield Metric(
         PREFIX + "evicted", "Evictions by what was taken.", lambda: stats.evicted, ("kind",)
+    )
+    yield Metric(
+        PREFIX + "missed_requests",
+        "Requests whose prefill began, by why their hit was not longer.",
+        lambda: NO_MISSES | stats.missed_requests,
+        ("reason",),
+    )
+    yield Metric(
+        PREFIX + "missed_tokens",
+        "Prompt tokens that were prefilled, by why the hit was not longer.",
+        lambda: NO_MISSES | stats.missed_tokens,
+        ("reason",),
     )
     for name, about in TUNER.items():
         if name in cache.tuner_counts:
@@ -162,6 +211,31 @@ def answer_metrics(models: AnswerModels) -> Iterator[Metric]:
         "forgotten (halved), or all of it (dropped).",
         lambda: models.counts,
         ("part",),
+    )
+
+
+def pin_metrics(pins: Pins) -> Iterator[Metric]:
+    """What clients pinned, and what became of it."""
+    about = "Positions that are pinned."
+    yield Metric(PREFIX + "pins", about, lambda: len(pins), is_gauge=True)
+    about = "Bytes of the states and the KV that are pinned."
+    yield Metric(PREFIX + "pinned_bytes", about, lambda: pins.held_bytes, is_gauge=True)
+    yield Metric(
+        PREFIX + "pin_events",
+        "Pins that were made (pinned), refused, pushed out by another one (gave_way), expired, or "
+        "evicted.",
+        lambda: {name: pins.counts[name] for name in PIN_EVENTS},
+        ("event",),
+    )
+
+
+def _recorded(cache: HasStats) -> Metric:
+    return Metric(
+        PREFIX + "recorded_requests",
+        "Requests that ended, by whether the file of --hybrid-record has them (written) or not "
+        "(left_out).",
+        lambda: cache.recorded,
+        ("outcome",),
     )
 
 

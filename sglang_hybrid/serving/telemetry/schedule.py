@@ -102,9 +102,10 @@ def schedule_metrics(stats: ScheduleStats) -> Iterator[Metric]:
     for name, about in {
         "front": "Requests at the front of the queue in the last round.",
         "most_overtaken": "How often the request that was overtaken most was.",
-        "longest_wait": "Seconds of the longest wait in the queue.",
     }.items():
         yield Metric(PREFIX + name, about, partial(getattr, stats, name), is_gauge=True)
+    about = "Seconds of the longest wait in the queue."
+    yield Metric(PREFIX + "longest_wait_seconds", about, lambda: stats.longest_wait, is_gauge=True)
     if stats.loads is not None:
         for name, about in LOADS.items():
             read = partial(lambda name: getattr(stats.loads, name), name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -28,6 +28,27 @@ class Missed(Enum):
     NO_STATE = "no_state"  # KV reaches further, but no state does
     NO_SLOT = "no_slot"  # a state was there, but no slot to copy it into
     COMPUTED = "computed"  # more was below the device, and computing it is faster than loading
+    CHANGING_TEXT = "changing_text"  # most of the rest was sent before, behind another short text
+
+
+@dataclass(frozen=True, slots=True)
+class ChangingText:
+    """A short text in which a prompt differs from an earlier one of its tenant, while what stands
+    behind it is the same.
+
+    position: tokens before it. tokens: of it. same_tokens: behind it, which are the same. message:
+    number of the client's message that has it, from 1 on (the assistant's are not counted); 0 where
+    that is not known.
+    """
+
+    position: int
+    tokens: int
+    same_tokens: int
+    message: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """For `meta_info.hybrid_cache.changing_text` of the response."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -76,6 +97,7 @@ class RequestReport:
     None without tiers. exact: nothing that was hit comes from a smaller copy; None where there
     are none. composed: tokens of modules that were computed apart, 0 if the whole prompt was
     computed instead; None for other prompts. full_hit: its first token needed no forward.
+    changing_text: why it missed, under `CHANGING_TEXT`.
     """
 
     prompt_tokens: int
@@ -91,6 +113,7 @@ class RequestReport:
     composed: int | None = None
     pinned: Sequence[int] = ()
     full_hit: bool = False
+    changing_text: ChangingText | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """A request that declared positions is also told which of them behind the hit were kept,
@@ -115,6 +138,11 @@ class RequestReport:
             **({} if self.exact is None else {"exact": self.exact}),
             **({} if self.composed is None else {"composed_tokens": self.composed}),
             **({"full_hit": True} if self.full_hit else {}),
+            **(
+                {}
+                if self.changing_text is None
+                else {"changing_text": self.changing_text.as_dict()}
+            ),
         }
 
     @property
@@ -135,13 +163,23 @@ class CacheStats:
     hit_tokens: int = 0
     kv_only_tokens: int = 0
     flops_saved: int = 0
+    saved_seconds: float = 0.0  # of prefills, at the rate measured by then
     waited: int = 0  # requests that waited for another one's checkpoint
     admitted: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     evicted: Counter[str] = field(default_factory=Counter)
+    missed_requests: Counter[str] = field(default_factory=Counter)  # by `Missed`, as the next
+    missed_tokens: Counter[str] = field(
+        default_factory=Counter
+    )  # prompt tokens that were prefilled
 
-    def on_prefill(self, report: RequestReport, flops_saved: int) -> None:
+    def on_prefill(
+        self, report: RequestReport, flops_saved: int, saved_seconds: float = 0.0
+    ) -> None:
         """A request began its prefill with what `report` says."""
+        self.missed_requests[report.missed.value] += 1
+        self.missed_tokens[report.missed.value] += report.prompt_tokens - report.hit_tokens
+        self.saved_seconds += saved_seconds
         self.requests += 1
         self.prompt_tokens += report.prompt_tokens
         self.hit_tokens += report.hit_tokens
@@ -159,6 +197,9 @@ class CacheStats:
             "flops_saved": float(
                 self.flops_saved
             ),  # beyond 64 bits SGLang's messages refuse an int
+            "saved_seconds": round(self.saved_seconds, 3),
+            "missed_requests": dict(self.missed_requests),
+            "missed_tokens": dict(self.missed_tokens),
             "waited_for_prefix": self.waited,
             "checkpoints_admitted": dict(self.admitted),
             "checkpoints_skipped": dict(self.skipped),

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,15 @@ def test_what_varies_is_shown_to_whoever_has_the_model(tokenizer: Tokenizer) -> 
     (line,) = sentences(report, lambda ids: str(tokenizer.decode([*ids])), 0)
     (bare,) = sentences(report, None, 0)
     assert ", as in 'On 2026-11-0" in line and ", as in" not in bare
+
+
+def test_line_and_message_of_what_varies_are_named(tokenizer: Tokenizer) -> None:
+    made = requests(tokenizer, lambda n: f"Rules:\nAnswer.\nAt {n * 37}.\n{RULES}{question(n)}")
+    made = [replace(request, message_starts=(0, request.input_len - 4)) for request in made]
+    (report,) = reports(tokenizer, made)
+    (line,) = sentences(report, lambda ids: str(tokenizer.decode([*ids])), 0)
+    (bare,) = sentences(report, None, 0)
+    assert " (line 3, message 1), in " in line and " (message 1), in " in bare
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import prometheus_client
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.core.queue.waiting import Bound, Prospect, ReuseKind, Waiting
+from sglang_hybrid.core.records.pins import Pins
 from sglang_hybrid.core.returns.answer_models import AnswerModels
 from sglang_hybrid.core.returns.answers import Answer
 from sglang_hybrid.serving.telemetry.metric import Metrics
@@ -57,15 +60,17 @@ class Cache:
         self.stats = CacheStats()
         self.policy_name, self.alpha, self.tuner_counts = policy, alpha, tuner
         self.account = self.schedule_stats = self.answers = self.tier_stats = None
+        self.pins: Pins | None = None
+        self.recorded: dict[str, float] | None = None
 
 
 def test_counters_follow_the_counts(registry: CollectorRegistry) -> None:
     cache = Cache()
     metrics = cache_metrics(cache)
-    cache.stats.on_prefill(RequestReport(30, 10, 5, Missed.NO_STATE), 100)
+    cache.stats.on_prefill(RequestReport(30, 10, 5, Missed.NO_STATE), 100, 0.25)
     cache.stats.admitted["branch"] += 1
     metrics.update()
-    cache.stats.on_prefill(RequestReport(30, 20, 0, Missed.NOTHING), 300)
+    cache.stats.on_prefill(RequestReport(30, 20, 0, Missed.NOTHING), 300, 0.5)
     cache.stats.skipped["no_slot"] += 2
     cache.stats.evicted["leaf"] += 3
     metrics.update()
@@ -78,6 +83,11 @@ def test_counters_follow_the_counts(registry: CollectorRegistry) -> None:
             "hit_tokens_total": 30,
             "kv_only_tokens_total": 5,
             "flops_saved_total": 400,
+            "saved_seconds_total": 0.75,
+            "missed_requests_total[no_state]": 1,
+            "missed_requests_total[nothing]": 1,
+            "missed_tokens_total[no_state]": 20,
+            "missed_tokens_total[nothing]": 10,
             "checkpoints_admitted_total[branch]": 1,
             "checkpoints_skipped_total[no_slot]": 2,
             "evicted_total[leaf]": 3,
@@ -85,6 +95,65 @@ def test_counters_follow_the_counts(registry: CollectorRegistry) -> None:
         },
     )
     assert not {"alpha", "tuner_runs_total"} & shown(registry).keys()
+
+
+def test_ranks_are_apart(registry: CollectorRegistry) -> None:
+    """Two processes write files that one reads, with SGLang's label for the rank."""
+    cache = Cache()
+    cache.stats.admitted["branch"] = 3
+    cache_metrics(cache, {"model_name": "m", "dp_rank": "1"})
+    assert shows(
+        registry,
+        {
+            "requests_total[m][1]": 0,
+            "checkpoints_admitted_total[m][1][branch]": 3,
+            "policy[m][1][reuse]": 1,
+        },
+    )
+
+
+def test_pins_and_what_is_recorded_are_shown(registry: CollectorRegistry) -> None:
+    cache = Cache()
+    cache.pins = pins = Pins()
+    cache.recorded = {"written": 5, "left_out": 2}
+    pins.counts["refused"] += 3
+    cache_metrics(cache)
+    assert shows(
+        registry,
+        {
+            "pins": 0,
+            "pinned_bytes": 0,
+            "pin_events_total[refused]": 3,
+            "pin_events_total[evicted]": 0,
+            "recorded_requests_total[left_out]": 2,
+        },
+    )
+
+
+def test_names_and_help_are_as_prometheus_asks(registry: CollectorRegistry) -> None:
+    """As `promtool check metrics` asks, but for the colon, which SGLang's names have, too."""
+    cache: Any = Cache(runs=1, failures=0, seconds=0.5, switches=0, taken_back=0, regret_tokens=0)
+    cache.stats.admitted["a"] = cache.stats.skipped["a"] = cache.stats.evicted["a"] = 1
+    cache.stats.on_prefill(RequestReport(30, 10, 5, Missed.NO_STATE), 100)
+    cache.account, cache.answers, cache.tier_stats = Account(1_000), AnswerModels(), TierStats()
+    cache.schedule_stats = ScheduleStats(loads=LoadCounts())
+    cache.schedule_stats.started["nothing"] = cache.schedule_stats.bound_reached["seconds"] = 1
+    cache.pins, cache.recorded = Pins(), {"written": 5}
+    cache_metrics(cache, {"model_name": "m", "dp_rank": "1"})
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    ours = [family for family in families if not family.name.endswith("_created")]
+    assert len(ours) > 50
+    for family in ours:
+        assert family.type in ("counter", "gauge"), family.name
+        assert family.documentation.endswith("."), family.name
+        words = family.name.removesuffix("_total").removeprefix("sglang_hybrid:").split("_")
+        assert not {"ms", "us", "kb", "mb", "gb", "counter", "gauge"} & {*words}
+        for unit in ("seconds", "bytes"):
+            tells = family.documentation.lower().startswith(unit)
+            assert (words[-1] == unit) == tells, family.name
+        for sample in family.samples:
+            assert sample.name.endswith("_total") == (family.type == "counter"), sample.name
+            assert (sample.labels["model_name"], sample.labels["dp_rank"]) == ("m", "1")
 
 
 def test_alpha_is_shown_where_there_is_one(registry: CollectorRegistry) -> None:
@@ -195,7 +264,7 @@ def test_the_queue_is_shown(registry: CollectorRegistry) -> None:
         "overtaken_total": 4,
         "most_overtaken": 3,
         "waited_seconds_total": 76,
-        "longest_wait": 70,
+        "longest_wait_seconds": 70,
         "bound_reached_total[overtaken]": 1,
         "bound_reached_total[seconds]": 1,
         "front": 7,

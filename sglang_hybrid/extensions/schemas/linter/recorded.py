@@ -16,6 +16,7 @@ from statistics import median
 import numpy as np
 
 from sglang_hybrid.core.traffic.requests import Request, TokenArray, common_prefix
+from sglang_hybrid.explain.changing_text import line_of
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PrefillTime
 from sglang_hybrid.extensions.schemas.linter.alignment import RUN, Aligner, Alignment, EqualBlock
 from sglang_hybrid.extensions.schemas.linter.lint import DATES
@@ -66,7 +67,8 @@ class Change:
     """One change to prompts. requests: how many it would help. tokens, seconds: what all of these
     would save. values: the texts that vary, as token ids, with their counts. places: positions at
     which those texts begin. shared: for each request, tokens behind the varying text that an
-    earlier prompt has too.
+    earlier prompt has too. before: tokens of a prompt before its varying text. message: number of
+    the client's message that has that text, from 1 on; 0 where that is not known.
     """
 
     rule: str
@@ -76,6 +78,8 @@ class Change:
     values: Counter[tuple[int, ...]] = field(default_factory=Counter)
     places: list[int] = field(default_factory=list)
     shared: list[int] = field(default_factory=list)
+    before: TokenArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    message: int = 0
     examples: list[Example] = field(default_factory=list)
 
 
@@ -163,7 +167,7 @@ class _Tenant:
             found = aligner.add(prompt, request.tokens[request.input_len :])
             hits += min(found.shared, len(prompt) - 1)
             total += len(prompt)
-            self._weigh(prompt, found)
+            self._weigh(request, found)
         kept = [
             change
             for change in self._changes.values()
@@ -175,7 +179,7 @@ class _Tenant:
         kept.sort(key=lambda change: -change.tokens)
         return TenantReport(name, len(requests), total, hits, kept)
 
-    def _weigh(self, prompt: TokenArray, found: Alignment) -> None:
+    def _weigh(self, request: Request, found: Alignment) -> None:
         blocks = list(found.blocks)
         hit = found.shared
         end = hit
@@ -183,17 +187,17 @@ class _Tenant:
         if moved:
             tokens = sum(block.length for block in moved)
             key = ("changing-order", moved[-1].anchor)
-            self._add(key, prompt, hit, hit, tokens, hit)
+            self._add(key, request, hit, hit, tokens, hit)
             hit, end = hit + tokens, moved[-1].end
             blocks = blocks[len(moved) :]
         for block in blocks:
-            self._add(("varying", block.anchor), prompt, end, block.here, block.length, hit)
+            self._add(("varying", block.anchor), request, end, block.here, block.length, hit)
             hit, end = hit + block.length, block.end
 
     def _add(
         self,
         key: tuple[str, int],
-        prompt: TokenArray,
+        request: Request,
         start: int,
         stop: int,
         tokens: int,
@@ -202,7 +206,11 @@ class _Tenant:
         """A request whose tokens from `start` to `stop` vary would hit `tokens` more than `hit`."""
         if tokens < LEAST_TOKENS:
             return
-        change = self._changes.setdefault(key, Change(key[0]))
+        prompt = _prompt(request)
+        change = self._changes.get(key)
+        if change is None:
+            message = sum(begin <= start for begin in request.message_starts)
+            change = self._changes[key] = Change(key[0], before=prompt[:start], message=message)
         change.requests += 1
         change.tokens += tokens
         new = len(prompt) - hit
@@ -252,7 +260,7 @@ def _prompt(request: Request) -> TokenArray:
 
 
 def _sentence(change: Change, requests: int, decode: Decode | None) -> str:
-    place = f"at token {int(median(change.places)):,}"
+    place = f"at token {int(median(change.places)):,}{_place(change, decode)}"
     seen = f"in {change.requests:,} of {requests:,} requests"
     saved = (
         f"{change.tokens / requests:,.0f} tokens and {change.seconds / requests:.3f} s saved per "
@@ -277,6 +285,16 @@ def _sentence(change: Change, requests: int, decode: Decode | None) -> str:
         f"tokens, {bits:.1f} bits{_examples(change, decode)}) stands before {shared:,} tokens that "
         f"an earlier prompt has, too; move it behind them: {saved}."
     )
+
+
+def _place(change: Change, decode: Decode | None) -> str:
+    """Line and message of the first prompt in which it was seen."""
+    numbers = {
+        "line": 0 if decode is None else line_of(decode(change.before.tolist())),
+        "message": change.message,
+    }
+    known = [f"{name} {number:,}" for name, number in numbers.items() if number]
+    return f" ({', '.join(known)})" if known else ""
 
 
 def _examples(change: Change, decode: Decode | None) -> str:

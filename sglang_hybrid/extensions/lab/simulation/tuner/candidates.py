@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from sglang_hybrid.core.costs.cost import IntArray
-from sglang_hybrid.core.server_settings import Budget
+from sglang_hybrid.core.costs.cost import UNBOUNDED, IntArray
+from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.systems import HINDSIGHT, Spec, make_policies
 from sglang_hybrid.core.traffic.recorder import RequestWindow
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
@@ -43,12 +43,15 @@ class TokensFound:
 
 
 def replay(window: RequestWindow, spec: Spec) -> list[Outcome]:
-    """What each request of `window` [n] would have found under `spec`, from an empty cache on."""
+    """What each request of `window` [n] would have found under `spec`, from an empty cache on. A
+    server without a bound is simulated as one with a bound, with room for everything.
+    """
     kv_policy, state_policy = make_policies(spec)
     cost, least = window.cost, window.min_branch_tokens
     cache: Cache
     how, room = window.serving, window.budget
-    if how is not None and cost.state_bytes and room is not None:
+    if how is not None and cost.state_bytes:
+        room = Split(UNBOUNDED, UNBOUNDED) if room is None else room
         if window.tiers is not None:
             below = window.tiers
             cache = TieredServerSimulator(cost, room, kv_policy, state_policy, below, least, how)
