@@ -71,6 +71,8 @@ class Endings:
         if self._shadow_tree is None:
             return
         tokens = np.asarray(req.full_untruncated_fill_ids)[:up_to]  # no copy
+        history_match = cache.plans.history_match(req)
+        next_branch = 0 if history_match is None else history_match.next_branch
         if session is not None and not closed:
             self._remember(session, tokens.copy(), tenant_of(req))
         self._shadow_tree.on_finish(
@@ -78,9 +80,9 @@ class Endings:
             len(req.origin_input_ids),
             cache.tree_core.node_by_id(req.last_node),
             cache.tree_core.root_node,
-            (*starts[-1:], reply_start),
+            (*starts[-1:], reply_start, next_branch, cache.plans.answer_state(req)),
             tenant_of(req),
-            cache.plans.history_match(req),
+            history_match,
             hint,
         )
         if self._learning is not None:

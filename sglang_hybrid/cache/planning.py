@@ -127,6 +127,15 @@ class PrefillPlans:
             self.planner.assign_slots(batch)
             self.full_hits.plan_forward(batch)
 
+    def plan_decode(self, batch: ScheduleBatch) -> None:
+        """Say which states a decode step of ``batch``, which is about to start, leaves."""
+        if self.planner is not None:
+            self.planner.plan_decode(batch)
+
+    def answer_state(self, req: Req) -> int:
+        """Position of the state that ``req``, which ended, left in its answer; 0 without one."""
+        return 0 if self.planner is None else self.planner.answer_state(req)
+
     def take_ready(self, req: Req, up_to: int) -> list[PendingCheckpoint]:
         """The states in the first ``up_to`` tokens that the prefill of ``req`` has left, the
         deepest first. The caller owns their slots.

@@ -199,6 +199,10 @@ class HybridRadixCache(HostTierCache):
         """The prefill of `batch` is about to start: give its states their slots."""
         self.plans.assign_slots(batch)
 
+    def plan_decode(self, batch: ScheduleBatch) -> None:
+        """A decode step of `batch` is about to start: some answers leave a state on their way."""
+        self.plans.plan_decode(batch)
+
     # A step of it has run: what it leaves.
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:

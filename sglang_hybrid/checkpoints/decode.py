@@ -1,7 +1,8 @@
 """Which states a decode leaves on its way (hooks/states.py).
 
 A request that ends leaves its live state, exact to the token, so that nothing need be tracked
-before. A tree with pages can only name a page's end: there the last page's end is tracked.
+before, unless answers come back shortened (`Planner.plan_decode`). A tree with pages can only name
+a page's end: there the last page's end is tracked.
 
 With speculative decoding a step reads several tokens. A request may end inside of them, and with
 the overlap scheduler the next step has begun by then: the live state has read too much. There

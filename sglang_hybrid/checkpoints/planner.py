@@ -70,6 +70,7 @@ class Planner:
         self._grid = grid
         self._plans: PerRequest[CheckpointPlan] = PerRequest()
         self._open: WeakKeyDictionary[Req, CheckpointPlan] = WeakKeyDictionary()  # a part of them
+        self._answers: WeakKeyDictionary[Req, CheckpointPlan] = WeakKeyDictionary()  # another part
         self._micro_branches: PerRequest[list[Checkpoint]] = PerRequest()
 
     def plan_request(
@@ -94,6 +95,7 @@ class Planner:
             hit_len,
             kv_len,
             known_branch=0 if history_match is None else history_match.branch,
+            next_branch=0 if history_match is None else history_match.next_branch,
             shared=shared,
             message_starts=message_starts,
             reply_start=reply_start,
@@ -110,6 +112,8 @@ class Planner:
         self._plans[req] = plan
         if plan.is_open:
             self._open[req] = plan
+        if plan.answer_grid(self._grid):
+            self._answers[req] = plan
         if micro_branches:
             self._micro_branches[req] = micro_branches
 
@@ -161,6 +165,36 @@ class Planner:
         if copied:
             _copy_at_the_start(batch, copied)
 
+    def plan_decode(self, batch: ScheduleBatch) -> None:
+        """Say which live states are copied before the decode step of `batch`, which is about to
+        start, and where to: those of answers that are expected to come back shortened.
+        """
+        batch.state_copies = None
+        if not self._answers:
+            return
+        copied: list[tuple[Req, PendingCheckpoint]] = []
+        # Rows of beams come behind those of the requests.
+        for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=False):
+            checkpoint = self.take_in_answer(req, length - 1)
+            if checkpoint is not None:
+                copied.append((req, checkpoint))
+        if copied:
+            batch.state_copies = _live_states(copied), _slots_of(copied)
+
+    def take_in_answer(self, req: Req, length: int) -> PendingCheckpoint | None:
+        """The state that `req`, which decodes, leaves behind its first `length` tokens; None if it
+        leaves none there.
+        """
+        plan = self._answers.get(req)
+        if plan is None or length <= plan.prompt_len or length % plan.answer_grid(self._grid):
+            return None
+        return plan.take_in_answer(self._slots, length)
+
+    def answer_state(self, req: Req) -> int:
+        """Position of the state that `req`, which ended, left in its answer; 0 if it left none."""
+        plan = self._answers.get(req)
+        return 0 if plan is None else plan.answer_state
+
     def take_ready(self, req: Req, up_to: int) -> list[PendingCheckpoint]:
         """Take over the states under way at `up_to` tokens and before, the deepest first."""
         plan = self._plans.get(req)
@@ -168,6 +202,8 @@ class Planner:
             return []
         was_open = plan.is_open
         ready = plan.take_ready(up_to)
+        if plan.answer_states:
+            ready = [*plan.take_answer_state(self._slots, up_to), *ready]
         self._note_whether_open(req, plan, was_open)
         return ready
 
@@ -179,13 +215,15 @@ class Planner:
         self._micro_branches.pop(req)
         if plan.is_open:
             self._open.pop(req, None)
-        for checkpoint in plan.pending_checkpoints:
+        self._answers.pop(req, None)
+        for checkpoint in (*plan.pending_checkpoints, *plan.answer_states):
             self._slots.give_back(checkpoint.slot)
 
     def forget_all(self) -> None:
         """The pools were emptied: nothing is under way, and no slot needs to be given back."""
         self._plans.clear()
         self._open.clear()
+        self._answers.clear()
         self._micro_branches.clear()
 
     def _note_whether_open(self, req: Req, plan: CheckpointPlan, was_open: bool) -> None:
@@ -230,10 +268,17 @@ def _tracks(tracked: list[tuple[int, PendingCheckpoint]]) -> StateTracks | None:
 
 def _copy_at_the_start(batch: ScheduleBatch, copied: list[tuple[Req, PendingCheckpoint]]) -> None:
     """Copy live states into slots on the forward's stream, before the forward changes them."""
-    sources = [req.kv.mamba_pool_idx.unsqueeze(0) for req, _ in copied]
-    targets = [checkpoint.slot for _, checkpoint in copied]
+    sources, targets = [_live_states(copied)], [_slots_of(copied)]
     if batch.mamba_cow_src_indices is not None:
         sources.insert(0, batch.mamba_cow_src_indices)
         targets.insert(0, batch.mamba_cow_dst_indices)
     batch.mamba_cow_src_indices = torch.cat(sources)
     batch.mamba_cow_dst_indices = torch.cat(targets)
+
+
+def _live_states(copied: list[tuple[Req, PendingCheckpoint]]) -> torch.Tensor:
+    return torch.cat([req.kv.mamba_pool_idx.unsqueeze(0) for req, _ in copied])
+
+
+def _slots_of(copied: list[tuple[Req, PendingCheckpoint]]) -> torch.Tensor:
+    return torch.cat([checkpoint.slot for _, checkpoint in copied])

@@ -139,6 +139,7 @@ class Explanation:
             hit,
             kv,
             known_branch=0 if history_match is None else history_match.branch,
+            next_branch=0 if history_match is None else history_match.next_branch,
             message_starts=cache.message_boundaries.message_starts(prompt),
             reply_start=cache.message_boundaries.reply_start(prompt),
             page_size=cache.page_size,

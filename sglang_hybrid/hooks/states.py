@@ -58,6 +58,20 @@ def plan_forward(_: None, batch: Any, *__: Any, **___: Any) -> None:
         batch.tree_cache.plan_forward(batch)
 
 
+def plan_decode(_: None, batch: Any, *__: Any, **___: Any) -> None:
+    """States that the decode step of `batch` will leave get their slots. With speculative decoding
+    nobody knows how many tokens the live state has read.
+    """
+    planned = getattr(batch.tree_cache, "plans_checkpoints", False)
+    if planned and batch.spec_algorithm.is_none():
+        batch.tree_cache.plan_decode(batch)
+
+
+def carry_copies(_: None, batch: Any, decoding: Any, *__: Any, **___: Any) -> None:
+    """A prefill that takes a decode step along makes its copies, too."""
+    batch.state_copies = getattr(decoding, "state_copies", None)
+
+
 def track_nothing(track: Callable[[Any, Any], Any], batch: Any, req: Any) -> Any:
     """SGLang tracks no state of its own in a prefill whose checkpoints are planned."""
     if not getattr(batch.tree_cache, "plans_checkpoints", False):
@@ -76,7 +90,8 @@ def track_at_our_grid(track_grid: Callable[[int], int], tree_page: int) -> int:
 
 
 def carry_tracks(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
-    """A prefill's forward knows the states that it is to leave, or to be answered from."""
+    """A forward knows the states that it is to leave, and a prefill's what it is answered from."""
+    forward.state_copies = getattr(batch, "state_copies", None)
     if batch.forward_mode.is_extend_without_speculative():
         forward.state_tracks = getattr(batch, "state_tracks", None)
         forward.last_hidden = getattr(batch, "last_hidden", None)
@@ -103,10 +118,11 @@ def answer_from_last_hidden(
     run: Callable[..., Any], runner: Any, forward: Any, *more: Any, **named: Any
 ) -> Any:
     """A batch of full hits runs no layer: its states are copied, and its logits are those of the
-    hidden states that were kept.
+    hidden states that were kept. A decode step leaves copies of live states before it runs.
     """
     kept = getattr(forward, "last_hidden", None)
     if kept is None:
+        _copy_states(runner.req_to_token_pool, getattr(forward, "state_copies", None))
         return run(runner, forward, *more, **named)
     from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
@@ -118,6 +134,12 @@ def answer_from_last_hidden(
     runner._maybe_execute_deferred_mamba_cow_and_clear(forward)
     logits = kept.logits(forward.input_ids, forward)
     return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
+
+
+def _copy_states(pool: Any, copies: tuple[Any, Any] | None) -> None:
+    """Copy states of `pool` between slots, from and to, both int64 [n]; None copies nothing."""
+    if copies is not None:
+        pool.copy_mamba_state(*(pool.translate_mamba_indices(slots) for slots in copies))
 
 
 def shift_positions(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:

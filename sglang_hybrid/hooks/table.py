@@ -118,6 +118,8 @@ HOOKS: tuple[Hook, ...] = (
     *_in(
         "sglang.srt.managers.schedule_batch",
         ("ScheduleBatch.prepare_for_extend", _AFTER, states.plan_forward, Need.CACHE),
+        ("ScheduleBatch.prepare_for_decode", _AFTER, states.plan_decode, Need.CACHE),
+        ("ScheduleBatch.mix_with_running", _AFTER, states.carry_copies, Need.CACHE),
         (
             "ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
             _AROUND,

@@ -484,7 +484,11 @@ class Server:
     def decode(self, req: Req, answer: Sequence[int]) -> None:
         """All of `answer` at once. The last token's KV is never computed."""
         req.output_ids = req.output_ids[:-1] + array("q", answer)
-        self._grow(req, len(req.origin_input_ids) + len(req.output_ids) - 1)
+        end = len(req.origin_input_ids) + len(req.output_ids) - 1
+        self._grow(req, end)
+        if self._plans:
+            for length in range(len(req.origin_input_ids) + 1, end):
+                self.cache.plans.planner.take_in_answer(req, length)
 
     def finish(self, req: Req) -> None:
         self._end(req, FINISH_LENGTH(length=len(req.output_ids)))

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from sglang_hybrid.checkpoints.tracks import StateTracks
+from sglang_hybrid.core.records.nodes import Clock
+from sglang_hybrid.core.returns.history import History
 from tests.checkpoints.test_prefix_wait import Batch, House, Waiting
 
 
@@ -50,6 +52,36 @@ def test_a_forward_writes_the_states_that_are_published_after_it() -> None:
         *((0, 100), (0, 300), (0, 499)),
         *((1, 499), (2, 200), (2, 499)),
     }
+
+
+def test_a_decode_step_copies_the_states_of_answers_that_come_back_shortened() -> None:
+    """Into two slots by turns; one of them is published, and the other is free again."""
+    house, clock, earlier = House(grid=64), Clock(), [*range(700)]
+    history = History()
+    clock.advance(None)
+    history.observe(earlier, 400, clock)
+    reqs: list[Any] = []
+    for row, prompt in enumerate(([*earlier[:697], *range(900, 1_000)], earlier)):
+        req: Any = Waiting(str(row), prompt, 0, len(prompt))
+        req.kv = SimpleNamespace(mamba_pool_idx=torch.tensor(100 + row))
+        match = history.match(prompt)
+        house.planner.plan_request(req, len(prompt), 0, 0, history_match=match)
+        reqs.append(req)
+    free, copies = house.slots.free(), []
+    for length in range(798, 1_000):  # the step that reads a token begins with the one before it
+        batch: Any = SimpleNamespace(reqs=reqs, seq_lens_cpu=torch.tensor([length, length - 97]))
+        house.planner.plan_decode(batch)
+        if batch.state_copies is not None:
+            sources, targets = batch.state_copies
+            assert sources.tolist() == [100]
+            copies.append((length - 1, int(targets)))
+    assert [position for position, _ in copies] == [832, 896, 960]
+    assert copies[0][1] == copies[2][1] != copies[1][1]
+    assert house.slots.free() == free - 2
+    (kept,) = house.planner.take_ready(reqs[0], 962)  # of the last answer three tokens were lost
+    assert (kept.position, int(kept.slot)) == copies[1]
+    assert house.planner.answer_state(reqs[0]) == 896
+    assert house.slots.free() == free - 1
 
 
 def test_a_forward_that_cannot_write_states_begins_with_copies_of_live_ones() -> None:

@@ -63,7 +63,7 @@ class Slots:
 class House:
     """A planner and a family on a pool of `slots`."""
 
-    def __init__(self, slots: int = 8) -> None:
+    def __init__(self, slots: int = 8, grid: int = 4_096) -> None:
         self.slots = Slots(slots)
         self.stats = CacheStats()
         self.planner = Planner(
@@ -71,7 +71,7 @@ class House:
             Counter(),
             page_size=1,
             min_branch_tokens=16,
-            grid=4_096,
+            grid=grid,
             one_pass=True,
         )
         self.prefix_wait = PrefixWait(self.planner, self.stats, min_branch_tokens=16)

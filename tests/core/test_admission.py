@@ -77,6 +77,11 @@ Wanted = tuple[int, Kind, Skip | None]
             id="positions fall on pages",
         ),
         pytest.param(
+            Prefill(1000, hit_len=100, kv_len=400, next_branch=700, message_starts=[900]),
+            [(400, Kind.BRANCH, None), (700, Kind.BRANCH, None), (900, Kind.MESSAGE, None), END],
+            id="where the next prompt is expected to branch",
+        ),
+        pytest.param(
             Prefill(1000, hit_len=0, kv_len=0, shared=[300, 310, 700]),
             [
                 (700, Kind.BRANCH, None),

@@ -44,9 +44,61 @@ class PlainHistory:
     def observe(self, prompt: list[int], answer: list[int], starts: list[int]) -> None:
         _, branch, _ = self.match(prompt)
         sequence = prompt + answer
-        ends = {branch, len(sequence), *(s for s in starts if 0 < s < len(prompt))} - {0}
+        ends = {branch, len(sequence), *(s for s in starts if 0 < s < len(sequence))} - {0}
         self.possible |= {tuple(sequence[:end]) for end in ends}
         self.sequences.append(sequence)
+
+
+def observed(*prompts: list[int]) -> History:
+    history, clock = History(), Clock()
+    for prompt in prompts:
+        clock.advance(None)
+        history.observe(prompt, len(prompt), clock)
+    return history
+
+
+@pytest.mark.parametrize(
+    ("earlier", "prompt", "expected"),
+    [
+        pytest.param("sys.note:chat", "sys.turn.note:more", 9, id="a note moves down"),
+        pytest.param("sys.note:chat", "sys.turn.note 2", 9, id="its content may change"),
+        pytest.param("t1 t2 end.question", "t1 t2 t3 end.another", 9, id="a list grows at its end"),
+        pytest.param("sys.note:chat", "sys.then note, note:c.", 15, id="where most of it agrees"),
+        pytest.param("sys.note:chat", "sys.turn.note:a note:.", 16, id="the last of several"),
+        pytest.param("sys.note:chat", "sys.turn.not", 0, id="three tokens may agree by chance"),
+        pytest.param("sys.note:chat", "sys.another one", 0, id="what stood there is gone"),
+        pytest.param("sys.one", "sys.one two", 0, id="the prompt only goes on"),
+        pytest.param("sys.note:chat", "sys.note:chat", 0, id="the same prompt again"),
+        pytest.param("first one", "another note", 0, id="nothing is shared"),
+    ],
+)
+def test_the_next_prompt_is_expected_to_leave_where_a_part_that_moves_begins(
+    earlier: str, prompt: str, expected: int
+) -> None:
+    history = observed([*earlier.encode()])
+    assert history.match([*prompt.encode()]).next_branch == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        pytest.param("ask:answ. more", 3, id="the last tokens are lost"),
+        pytest.param("ask:answer. more", 0, id="the answer is whole"),
+        pytest.param("ask:other answer", 0, id="there is another answer"),
+        pytest.param("ask again", 0, id="the prompt is another one"),
+    ],
+)
+def test_how_much_of_an_answer_is_lost(prompt: str, expected: int) -> None:
+    history, clock = History(), Clock()
+    clock.advance(None)
+    history.observe([*b"ask:answer."], len("ask:"), clock)
+    assert history.match([*prompt.encode()]).answer_lost == expected
+
+
+def test_of_several_sequences_the_newest_tells_what_moves() -> None:
+    history = observed(*([*text.encode()] for text in ("sys.older part", "sys.newer part")))
+    assert history.match([*b"sys.turn.newer part"]).next_branch == len("sys.turn.")
+    assert history.match([*b"sys.turn.older part"]).next_branch == 0
 
 
 def all_nodes(history: History, tenant: str | None = None) -> list[HistoryNode]:

@@ -191,6 +191,33 @@ def test_a_chat_has_all_but_its_last_message_cached_the_second_time(url: str) ->
     assert hybrid_cache(url)["checkpoints_admitted"]["message"] >= 1
 
 
+def test_a_note_above_the_end_and_a_list_that_grows_are_cached_up_to_there(url: str) -> None:
+    """From the third turn on all that is shared with the one before is hit."""
+    system, part, chat = (random_prompt(n, seed) for n, seed in ((150, 92), (40, 93), (900, 94)))
+    turns = [
+        system + chat[:at] + part + chat[at : at + 90] + random_prompt(10, at)
+        for at in range(0, 500, 100)
+    ]
+    hits = [cached(ask(url, turn, 2)) for turn in turns]
+    assert hits[2:] == [150 + at for at in range(100, 400, 100)]
+
+
+def test_answers_that_come_back_shortened_are_cached_nearly_to_there(
+    url: str, cold_url: str
+) -> None:
+    """From the third turn on, and exactly: of 200 tokens less than 128 are computed again."""
+    prompt, lost = random_prompt(150, seed=95), []
+    for turn in range(4):
+        record = ask(url, prompt, 200)
+        longer = prompt + record["output_ids"][:-4] + random_prompt(20, seed=96 + turn)
+        lost.append(len(prompt) - 20 - cached(record))
+        prompt = longer
+    assert lost[1] >= 190 and all(0 <= tokens < 128 for tokens in lost[2:])
+    hit = ask(url, prompt, NEW_TOKENS)
+    assert len(prompt) - 20 - 128 < cached(hit) <= len(prompt) - 20
+    assert same(hit, cold(cold_url, prompt, NEW_TOKENS))
+
+
 def test_a_chat_whose_thoughts_are_left_out_is_cached_up_to_its_reply(url: str) -> None:
     """The prompt of the first turn ends in `<think>`, which later turns do not have."""
     document = {"role": "user", "content": " ".join(f"Rule {n} is {n * 7}." for n in range(200))}

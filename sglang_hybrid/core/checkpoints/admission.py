@@ -46,19 +46,21 @@ class Prefill:
 
     prompt_len: its tokens; hits end before the last one. hit_len: where it resumes. kv_len: how far
     KV alone is stored. known_branch: where the history would branch it (`HistoryMatch.branch`), 0
-    if it does not know. shared: lengths of the prefixes that waiting requests share with it,
-    ascending. message_starts: positions at which the client's messages begin. reply_start: where
-    the reply's own opener begins, if the chat template writes more behind it than stays there once
-    the reply is history, as `<think>` does; 0 if it writes no more, or that is not known. declared:
-    positions at which the client asked for a checkpoint. page_size: positions are rounded down to
-    multiples of it. is_repeated: the prompt was asked before, and the state behind its last token
-    is wanted.
+    if it does not know. next_branch: where the next prompt is expected to branch from it
+    (`HistoryMatch.next_branch`), 0 if that is not known. shared: lengths of the prefixes that
+    waiting requests share with it, ascending. message_starts: positions at which the client's
+    messages begin. reply_start: where the reply's own opener begins, if the chat template writes
+    more behind it than stays there once the reply is history, as `<think>` does; 0 if it writes no
+    more, or that is not known. declared: positions at which the client asked for a checkpoint.
+    page_size: positions are rounded down to multiples of it. is_repeated: the prompt was asked
+    before, and the state behind its last token is wanted.
     """
 
     prompt_len: int
     hit_len: int
     kv_len: int
     known_branch: int = 0
+    next_branch: int = 0
     shared: Sequence[int] = ()
     message_starts: Sequence[int] = ()
     reply_start: int = 0
@@ -97,14 +99,16 @@ class SlotBudget:
 def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
     """Positions that a later prompt may resume from, most likely first: what the client declared,
     deepest first; the reply's start, if the next turn leaves the prompt there; where it branches
-    from what was seen and from what waits; start of the last message; prompt end, if the next turn
-    has all of the prompt.
+    from what was seen and from what waits; where the next prompt is expected to branch from it;
+    start of the last message; prompt end, if the next turn has all of the prompt.
     """
     wanted = [(position, Kind.DECLARED) for position in sorted(prefill.declared, reverse=True)]
     if prefill.reply_start:
         wanted.append((prefill.reply_start, Kind.MESSAGE))
     wanted += [(branch, Kind.BRANCH) for branch in prefill.branch_points()]
     wanted += [(length, Kind.BRANCH) for length in reversed(prefill.shared)]
+    if prefill.next_branch:
+        wanted.append((prefill.next_branch, Kind.BRANCH))
     if prefill.message_starts:
         wanted.append((prefill.message_starts[-1], Kind.MESSAGE))
     if prefill.is_repeated or not prefill.reply_start:

@@ -26,6 +26,8 @@ from sglang_hybrid.core.victims.pool import Pool, VictimComparison
 
 Slot = TypeVar("Slot")
 
+MOST_ANSWER_STATES = 2
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRequest:
@@ -74,8 +76,10 @@ class CheckpointPlan(Generic[Slot]):
     """Which states one request's prefill should save.
 
     prompt_len: tokens to prefill, the hit included. wanted: kind by position, none of them passed
-    yet. placed: positions of all states on the way. request_id, tenant: names for the request and
-    for its sender. comparison: of the last position that was weighed against a victim.
+    yet. placed: positions of all states on the way. answer_states: those under way in the answer,
+    the deepest last; answer_state: position of the one that was handed over. request_id, tenant:
+    names for the request and for its sender. comparison: of the last position that was weighed
+    against a victim.
     """
 
     prompt_len: int
@@ -84,6 +88,8 @@ class CheckpointPlan(Generic[Slot]):
     history_match: HistoryMatch | None
     pending_checkpoints: list[PendingCheckpoint[Slot]] = field(default_factory=list)
     placed: list[int] = field(default_factory=list)
+    answer_states: list[PendingCheckpoint[Slot]] = field(default_factory=list)
+    answer_state: int = 0
     request_id: str = ""
     comparison: VictimComparison | None = None
     tenant: Hashable = None
@@ -149,22 +155,74 @@ class CheckpointPlan(Generic[Slot]):
         taken: list[PendingCheckpoint[Slot]] = []
         skipped: list[tuple[CheckpointRequest, Skip]] = []
         for position in positions:
-            kind = self.wanted[position]
-            skip = self.comparison = None
-            if slots.free() <= 0:
-                skip = worth(position, kind, slots.budget(self))
-            request = CheckpointRequest(
-                position, kind, self.request_id, self.comparison, self.tenant
-            )
-            slot = slots.take(request) if skip is None else None
-            if slot is None:
-                skipped.append((request, skip or Skip.NO_SLOT))
-                continue
-            taken.append(PendingCheckpoint(position, kind, slot))
-            self.placed.append(position)
+            checkpoint, request, skip = self._take_one(slots, position, self.wanted[position])
+            if checkpoint is None:
+                skipped.append((request, skip))
+            else:
+                taken.append(checkpoint)
         self.wanted = {at: kind for at, kind in self.wanted.items() if at > passed}
         self.pending_checkpoints += taken
         return taken, skipped
+
+    def answer_grid(self, grid: int) -> int:
+        """Tokens between two states that a decode leaves in the answer, a multiple of `grid`; 0 if
+        it leaves none: the last answer came back whole. The last two of them reach far enough above
+        the answer's end for a prompt that leaves the answer where the last one was left.
+        """
+        return -(-self._answer_lost // grid) * grid
+
+    def take_in_answer(
+        self, slots: StateSlots[Slot], position: int
+    ) -> PendingCheckpoint[Slot] | None:
+        """A slot for the state at `position` in the answer: a new one while there are fewer than
+        MOST_ANSWER_STATES, if it is worth one, else that of the shallowest. None if there is none.
+        """
+        checkpoint = None
+        if len(self.answer_states) < MOST_ANSWER_STATES:
+            checkpoint, _, _ = self._take_one(slots, position, Kind.TAIL)
+        if checkpoint is None:
+            if not self.answer_states:
+                return None
+            checkpoint = self.answer_states.pop(0)
+            checkpoint.position = position
+        self.answer_states.append(checkpoint)
+        return checkpoint
+
+    def take_answer_state(
+        self, slots: StateSlots[Slot], up_to: int
+    ) -> list[PendingCheckpoint[Slot]]:
+        """Hand over the state in an answer that ends at `up_to` from which the next prompt may
+        resume, if there is one, and give the slots of the others back.
+        """
+        kept: list[PendingCheckpoint[Slot]] = []
+        for state in reversed(self.answer_states):
+            if kept or state.position > up_to - self._answer_lost:
+                slots.give_back(state.slot)
+            else:
+                kept.append(state)
+        self.answer_states = []
+        self.answer_state = kept[0].position if kept else 0
+        return kept
+
+    @property
+    def _answer_lost(self) -> int:
+        return 0 if self.history_match is None else self.history_match.answer_lost
+
+    def _take_one(
+        self, slots: StateSlots[Slot], position: int, kind: Kind
+    ) -> tuple[PendingCheckpoint[Slot] | None, CheckpointRequest, Skip]:
+        """The state at `position` with its slot, if it is worth one, and the request for it. The
+        reason counts where there is no state.
+        """
+        skip = self.comparison = None
+        if slots.free() <= 0:
+            skip = worth(position, kind, slots.budget(self))
+        request = CheckpointRequest(position, kind, self.request_id, self.comparison, self.tenant)
+        slot = slots.take(request) if skip is None else None
+        if slot is None:
+            return None, request, skip or Skip.NO_SLOT
+        self.placed.append(position)
+        return PendingCheckpoint(position, kind, slot), request, Skip.NO_SLOT
 
     def take_ready(self, up_to: int) -> list[PendingCheckpoint[Slot]]:
         """Hand over the pending states up to position `up_to`, the deepest first."""

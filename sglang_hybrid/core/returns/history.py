@@ -36,12 +36,20 @@ from sglang_hybrid.core.returns.history_tree import (
     HistoryPath,
     HistoryTree,
     fingerprint_tokens,
+    longest_start,
 )
 from sglang_hybrid.core.returns.reuse import LearntClasses, ReuseIndex
 
 MOST_CHILDREN = 2
 """Children up to which returns to a history node say something about the answer that ended there.
 """
+
+
+MOST_MOVED_TOKENS = 64
+"""Tokens of what an earlier prompt had behind the known part that are looked for in a prompt."""
+
+LEAST_MOVED_TOKENS = 4
+"""Tokens that must be found in a row, so that words that two texts share by chance do not count."""
 
 
 class TimeUnit(Enum):
@@ -67,6 +75,11 @@ class HistoryMatch:
     checkpoint would serve the next prompt of this kind; 0 if there is none. It is the end of the
     known part, or a history node just above it. path: the history nodes on the prompt's path.
     reused: the deepest of them that could have been a checkpoint and that the prompt continues.
+    next_branch: position where the next prompt is expected to leave this one; 0 if that is not
+    known. A client that inserts text in front of a part that stays (a note some messages above the
+    end, what follows a list of tools) does so again: it is where that part begins in this prompt.
+    answer_lost: how many tokens before the end of the last answer the prompt leaves it, as where a
+    client shortens answers; 0 if it has all of the answer, or nothing.
 
     version, fingerprints: the version of the tree that was searched, and the prompt's fingerprints.
     With them `match` and `observe` need not search again.
@@ -76,6 +89,8 @@ class HistoryMatch:
     branch: int
     path: HistoryPath
     reused: HistoryNode | None
+    next_branch: int
+    answer_lost: int
     version: int
     fingerprints: bytes
 
@@ -195,11 +210,12 @@ class History:
         tokens and its answer, or less if it was cut short.
 
         Call it once per request, for aborted ones too, in the same order on every rank. The time is
-        that of `clock`. boundaries: positions in the prompt at which another one may leave it,
-        beside its end: where its last message and the reply begin; 0 is none. history_match: the
-        result of `match` for this prompt; its tokens are not read again, nor searched if the
-        tenant's history did not change since. hint: what the client says of the session. Cost: a
-        few vector passes over n tokens, and Python work per history node on the path.
+        that of `clock`. boundaries: positions at which another prompt may leave it, beside its end:
+        where its last message and the reply begin, its `next_branch`, and a state in the answer; 0
+        is none. history_match: the result of `match` for this prompt; its tokens are not read
+        again, nor searched if the tenant's history did not change since. hint: what the client says
+        of the session. Cost: a few vector passes over n tokens, and Python work per history node on
+        the path.
         """
         now = self.time_unit.now(clock)
         ids = np.asarray(tokens)
@@ -209,7 +225,7 @@ class History:
         found, fingerprints, path, matched = self._find(tree, ids, input_len, history_match)
         answer = self._learn_from_answer(tenant, found.reused, ids[input_len:], now, hint)
         interval_bucket = self._on_return(found.reused, answer, now)
-        ends = {start for start in boundaries if 0 < start < min(input_len, len(ids))}
+        ends = {start for start in boundaries if 0 < start < len(ids)}
         ends |= {found.branch, len(ids)} - {0}
         held = tree.held_bytes
         nodes = tree.insert(fingerprints, path, matched, ends)
@@ -217,6 +233,8 @@ class History:
             if node.depth in ends:
                 _set_answer(node, answer)
                 self._open(node, now, interval_bucket, is_end=node.depth == len(ids))
+        if nodes and nodes[-1].depth == len(ids):
+            nodes[-1].answer_start = min(input_len, len(ids))
         if nodes and answer is not None and not nodes[-1].answer_bytes:
             tree.hold_answer(nodes[-1])
         self._changed(tenant, tree, held)
@@ -360,8 +378,21 @@ class History:
         depth = 0 if reused is None else reused.depth
         gains = known_len - depth >= self.min_branch_tokens
         branch = known_len if gains else depth
+        next_branch = answer_lost = 0
+        if matched < usable:
+            moved, answer_lost = _left(tree, fingerprints, path, matched)
+            prompt = fingerprints[: TOKEN_BYTES * usable]
+            at, length = longest_start(prompt, matched + 1, moved)
+            next_branch = at if length >= LEAST_MOVED_TOKENS else 0
         return HistoryMatch(
-            known_len, branch, HistoryPath(path), reused, tree.version, fingerprints
+            known_len,
+            branch,
+            HistoryPath(path),
+            reused,
+            next_branch,
+            answer_lost,
+            tree.version,
+            fingerprints,
         )
 
     def _open(self, node: HistoryNode, now: float, interval_bucket: int, *, is_end: bool) -> None:
@@ -402,6 +433,26 @@ class History:
                 del self._trees[tenant], self._tenants[payer][tenant]
                 if not self._tenants[payer]:
                     del self._tenants[payer]
+
+
+def _left(
+    tree: HistoryTree, fingerprints: bytes, path: list[HistoryNode], matched: int
+) -> tuple[bytes, int]:
+    """What the newest sequence that has the first `matched` tokens of a prompt has behind them:
+    the fingerprints of a few tokens, and how many tokens there are to the end of its answer, 0 if
+    they are not all of the answer.
+    """
+    moved, lost, ended = b"", 0, False
+    wanted = TOKEN_BYTES * MOST_MOVED_TOKENS
+    for node in tree.behind(fingerprints, path, matched):
+        first = len(node.edge) - TOKEN_BYTES * (node.depth - matched)
+        moved += node.edge[max(0, first) :][: wanted - len(moved)]
+        if node.is_end and not ended:
+            ended = True
+            lost = node.depth - matched if node.answer_start < matched else 0
+        if ended and len(moved) == wanted:
+            break
+    return moved, lost
 
 
 def _set_answer(node: HistoryNode, answer: Answer | None) -> None:

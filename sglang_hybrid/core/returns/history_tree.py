@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +30,13 @@ class HistoryNode:
     (`ReuseIndex.interval_bucket`). A new node inherits the bucket of the interval that ended when
     it was created, because the gaps within a session are similar. last: the answer of the request
     that opened the node or resumed from it last, if its returns say something of that answer.
-    answer_bytes: what is counted for an answer that ended here.
+    answer_bytes: what is counted for an answer that ended here. answer_start: where the answer of
+    the newest sequence that ended here begins.
     """
 
     __slots__ = (
         "answer_bytes",
+        "answer_start",
         "branches",
         "children",
         "depth",
@@ -57,6 +60,7 @@ class HistoryNode:
         self.last_interval_bucket = 0
         self.last: Answer | None = None
         self.answer_bytes = 0
+        self.answer_start = 0
         self.interval_id = NO_INTERVAL
 
     def adopt(self, child: HistoryNode) -> None:
@@ -152,6 +156,21 @@ class HistoryTree:
             node = child
         return path, start // TOKEN_BYTES
 
+    def behind(
+        self, fingerprints: bytes, path: list[HistoryNode], matched: int
+    ) -> Iterator[HistoryNode]:
+        """The nodes behind the first `matched` tokens of `fingerprints`, shallowest first; where
+        several sequences go on from there, those of the newest. path, matched: as `walk` returned
+        them.
+        """
+        node = path[-1] if path else self.root
+        if node.depth < matched:
+            node = node.children[part(fingerprints, node.depth, node.depth + 1)]
+            yield node
+        while node.children:
+            node = next(reversed(node.children.values()))
+            yield node
+
     def insert(
         self, fingerprints: bytes, path: list[HistoryNode], matched: int, ends: set[int]
     ) -> list[HistoryNode]:
@@ -221,6 +240,24 @@ class HistoryTree:
 def part(fingerprints: bytes, start: int, end: int) -> bytes:
     """The fingerprints of tokens [start, end)."""
     return fingerprints[TOKEN_BYTES * start : TOKEN_BYTES * end]
+
+
+def longest_start(fingerprints: bytes, begin: int, text: bytes) -> tuple[int, int]:
+    """The position, from `begin` on, at which most tokens of `fingerprints` are those with which
+    `text` starts, the last of several; and how many tokens that are. Both are 0 if there is none.
+    """
+    tokens, wanted = (np.frombuffer(ids, np.uint16) for ids in (fingerprints, text))
+    places = np.flatnonzero(tokens[begin:] == wanted[0]) + begin if len(wanted) else wanted
+    if not len(places):
+        return 0, 0
+    length = 1
+    for fingerprint in wanted[1:]:
+        in_range = places[: np.searchsorted(places, len(tokens) - length)]
+        longer = in_range[tokens[in_range + length] == fingerprint]
+        if not len(longer):
+            break
+        places, length = longer, length + 1
+    return int(places[-1]), length
 
 
 def fingerprint_tokens(tokens: npt.ArrayLike) -> bytes:

@@ -135,6 +135,7 @@ class ServerSimulator(Simulator):
             hit.depth,
             kv_len,
             known_branch=0 if history_match is None else history_match.branch,
+            next_branch=0 if history_match is None else history_match.next_branch,
             message_starts=request.message_starts,
             reply_start=request.reply_start,
             declared=[pin.position for pin in request.pins],
@@ -170,11 +171,23 @@ class ServerSimulator(Simulator):
         length = computed_tokens(request)
         if ticket.plan is None or not self._grow(ticket, length):
             return
-        self._publish_states(ticket, [PendingCheckpoint(length, Kind.TAIL, 0)])
+        ready = [PendingCheckpoint(length, Kind.TAIL, 0), *self._answer_state(ticket, length)]
+        self._publish_states(ticket, ready)
         self._pin(ticket)
         self._learn(ticket, request.tokens[:length])
         self._lock(ticket, None)
         ticket.plan = None
+
+    def _answer_state(self, running: Running, length: int) -> list[PendingCheckpoint[int]]:
+        """The state that an answer which ends at `length` leaves on its way."""
+        plan = running.plan
+        grid = 0 if plan is None else plan.answer_grid(self.serving.grid)
+        if plan is None or not grid:
+            return []
+        first = (running.request.input_len // grid + 1) * grid
+        for position in range(first, length, grid):
+            plan.take_in_answer(self._slots, position)
+        return plan.take_answer_state(self._slots, length)
 
     def _match(self, request: Request) -> tuple[Node, int]:
         """The node to resume from, and how far KV alone reaches."""
@@ -311,11 +324,13 @@ class ServerSimulator(Simulator):
             return
         request = running.request
         history_match = None if running.plan is None else running.plan.history_match
+        next_branch = 0 if history_match is None else history_match.next_branch
+        answer_state = 0 if running.plan is None else running.plan.answer_state
         history_path = history.observe(
             tokens,
             request.input_len,
             self.tree.clock,
-            (*request.message_starts[-1:], request.reply_start),
+            (*request.message_starts[-1:], request.reply_start, next_branch, answer_state),
             history_match,
             request.tenant,
             request.hint,

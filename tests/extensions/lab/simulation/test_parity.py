@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
@@ -30,6 +32,7 @@ from tests.traces import REPLY_OPENER, TRACES, leave_out_thoughts
 TENANTS = "of three tenants: "
 PINS = "with pins: "
 THOUGHTS = "without thoughts: "
+CHANGED = "chats with a note above their end, and with answers that come back shortened"
 SERVING = Serving(chunk=2_048, grid=64)
 POLICIES = {
     "sglang-lru": options("sglang-lru"),
@@ -74,12 +77,35 @@ def trace(name: str, limit: int | None = None) -> list[Request]:
         return [replace(r, pins=_pins(number, r)) for number, r in enumerate(requests)]
     if name.startswith(THOUGHTS):
         return leave_out_thoughts(trace(name.removeprefix(THOUGHTS), limit))
+    if name == CHANGED:
+        return _changed_chats()
     path = TRACES / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip(f"../shared/traces/{path.name} is not here")
     if name.startswith("mooncake"):
         limit = limit or 2_000
     return read_trace(path, Reading(limit, max_input=32_768))
+
+
+def _changed_chats() -> list[Request]:
+    """Eight chats by turns; the note of every other one is four parts above its end."""
+    rng, requests = np.random.default_rng(17), []
+
+    def some(count: int) -> list[int]:
+        return rng.integers(1, 30_000, count).tolist()
+
+    chats = [([some(100)], some(30)) for _ in range(8)]
+    for turn in range(7):
+        for session, (parts, note) in enumerate(chats):
+            parts.append(some(20))
+            cut = len(parts) - 4 if session % 2 and turn else 0
+            prompt = [*chain(*parts[:cut]), *note, *chain(*parts[cut:])]
+            answer = some(150 + 10 * session)
+            parts.append(answer[: -1 - session * turn])
+            tokens = np.array(prompt + answer, np.int32)
+            arrival = float(8 * turn + session + 1)
+            requests.append(Request(session, turn, arrival, tokens, len(prompt)))
+    return requests
 
 
 def _pins(number: int, request: Request) -> tuple[PinRequest, ...]:
@@ -224,6 +250,11 @@ def test_thoughts_that_are_left_out_leave_prompts_where_replies_begin(policy: st
     unknown = [replace(request, reply_start=0) for request in trace(name, 300)]
     if policy != "sglang-lru":
         assert sum(simulated(unknown, pools, cost, policy).hits) < 0.9 * sum(theirs.hits)
+
+
+@pytest.mark.parametrize("slots", [14, 300])
+def test_states_where_the_next_prompt_is_expected_to_leave_are_the_servers(slots: int) -> None:
+    compare(CHANGED, None, Split(60_000, slots), "reuse")
 
 
 @pytest.mark.parametrize("policy", some(["reuse"], ["reuse", "lru"]))

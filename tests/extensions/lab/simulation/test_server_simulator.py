@@ -97,6 +97,34 @@ def test_a_reply_whose_thoughts_are_left_out_leaves_the_prompt_where_it_begins()
     assert cache.serve(request(later, [4], 9.0)).hit_len == 300
 
 
+def test_a_part_that_moves_down_leaves_a_state_in_front_of_it() -> None:
+    """A note some messages above the end: from the third turn on all that is shared is hit."""
+    system, note = numbers(0, 150), numbers(1_000, 30)
+    chat = numbers(2_000, 900)
+    turns = [
+        request([*system, *chat[:at], *note, *chat[at : at + 120]], [1] * 5, arrival=at + 1.0)
+        for at in range(0, 700, 100)
+    ]
+    cache = build("reuse", ROOMY, turns)
+    assert [cache.serve(turn).hit_len for turn in turns] == [0, 0, *range(250, 750, 100)]
+
+
+@pytest.mark.parametrize("lost", [3, 100])
+def test_answers_that_come_back_shortened_leave_a_state_on_their_way(lost: int) -> None:
+    """From the third turn on little of the last answer is computed again."""
+    prompt, turns = numbers(0, 150), []
+    for turn in range(6):
+        answer = numbers(10_000 * (turn + 1), 600)
+        turns.append(request(prompt, [*answer, 1], arrival=turn + 1.0))
+        prompt = [*prompt, *answer[:-lost], *numbers(10_000 * (turn + 1) + 5_000, 20)]
+    cache = build("reuse", ROOMY, turns)
+    hits = [cache.serve(turn).hit_len for turn in turns]
+    again = [turn.input_len - 20 - hit for turn, hit in zip(turns, hits, strict=True)][1:]
+    assert again[0] == 600 - lost + 1  # all of it, from the end of its prompt
+    assert all(0 <= tokens < 2 * -(-lost // 64) * 64 for tokens in again[1:])
+    assert cache.memory.slots_in_use == 0
+
+
 def test_states_are_taken_forward_by_forward() -> None:
     """Boundaries count from where each forward begins; each finds a free slot here."""
     one = request(numbers(0, 1_000), [1])
