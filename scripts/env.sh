@@ -84,7 +84,7 @@ install_torch() {
 }
 
 install_gpu() {
-    pip_install -e "$ROOT[gpu]" || die "pip could not install $ROOT[gpu]"
+    pip_install -e "$ROOT[gpu,lab]" || die "pip could not install $ROOT[gpu,lab]"
 }
 
 # The browser that opens the page of the cache in tests. Only root on Debian gets it here; where

@@ -4,7 +4,10 @@
 
 import sys
 
-from sglang_hybrid.extensions.lab.program import main
+from sglang_hybrid.core.extensions import needs_extra
+
+with needs_extra("lab"):
+    from sglang_hybrid.extensions.lab.program import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,18 +5,22 @@ of them: `python -m sglang_hybrid.replicas`, and for routers of others `Replicas
 
 import sys
 
-from sglang_hybrid.extensions.router import (
-    Choice,
-    Follower,
-    ReplicaIndex,
-    Replicas,
-    Resumable,
-    tenant_name,
-)
+from sglang_hybrid.core.extensions import needs_extra
+
+with needs_extra("router"):
+    from sglang_hybrid.extensions.router import (
+        Choice,
+        Follower,
+        ReplicaIndex,
+        Replicas,
+        Resumable,
+        tenant_name,
+    )
 
 __all__ = ["Choice", "Follower", "ReplicaIndex", "Replicas", "Resumable", "tenant_name"]
 
 if __name__ == "__main__":
-    from sglang_hybrid.extensions.router.program import main
+    with needs_extra("router"):
+        from sglang_hybrid.extensions.router.program import main
 
     sys.exit(main())

@@ -274,3 +274,19 @@ def test_a_command_ends_as_its_module_does() -> None:
     run = [sys.executable, "-m", "sglang_hybrid", "explain", "--nope"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(("module", "extra"), [("replay", "lab"), ("replicas", "router")])
+def test_a_program_names_the_extra_that_it_lacks(module: str, extra: str) -> None:
+    code = f"""
+import runpy, sys
+sys.modules["rich.console"] = None
+sys.argv[1:] = ["--help"]
+runpy.run_module("sglang_hybrid.{module}", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        f"error: rich.console is not installed; install 'sglang-hybrid[{extra}]', with all that "
+        "this command needs."
+    )
