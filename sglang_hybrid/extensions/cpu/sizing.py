@@ -58,7 +58,7 @@ class Sizes:
 
 
 def packed_limit() -> int:
-    """Bytes that packed copies of weights may take (`cpu_ops/linear.py`)."""
+    """Bytes that packed copies of weights may take (`ops/linear.py`)."""
     return int(PACKED_SHARE * memory_limit())
 
 

@@ -2,7 +2,7 @@
 products with weights in float32 or bfloat16.
 
 Plain twins: ``torch.nn.functional.linear``, SGLang's own forward functions, and with them the
-functions of ``cpu_ops/mamba2.py``. None where a function does not serve what it was given.
+functions of ``ops/mamba2.py``. None where a function does not serve what it was given.
 """
 
 from __future__ import annotations

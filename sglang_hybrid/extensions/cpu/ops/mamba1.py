@@ -1,6 +1,6 @@
 """Mamba1 prefill as SGLang's ``MambaMixer1`` calls it.
 
-Its convolutions and its decode step are the Mamba2 ones (``cpu_ops.mamba2``).
+Its convolutions and its decode step are the Mamba2 ones (``ops.mamba2``).
 """
 
 from __future__ import annotations
