@@ -219,7 +219,7 @@ def test_a_signal_lets_a_request_end_that_ends_in_time(number: signal.Signals, s
         segment.unlink()
         events = generate.result(5)
     assert error_of_generate(events)["type"] == "length"
-    assert len(events) > 30
+    assert len(events) > 2, "it is a stream"
     assert "Traceback" not in it.server.log.read_text(errors="replace")
 
 
