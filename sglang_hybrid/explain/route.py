@@ -37,6 +37,13 @@ router.routes.extend(prompt_router.routes)
 
 if HybridConfig.from_environment().hybrid_ui is not Ui.OFF:
     router.routes.extend(extension("page.route").router.routes)
+else:
+
+    @router.get("/hybrid_cache/", include_in_schema=False)
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def no_page() -> JSONResponse:
+        why = "this server shows no page; start it with --hybrid-ui lengths or text."
+        return _refuse(HTTPStatus.NOT_FOUND, why)
 
 
 BYTES_PER_TOKEN = 16

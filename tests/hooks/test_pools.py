@@ -1,42 +1,44 @@
-"""SGLang's host pools as our hooks build them."""
+"""What a server on a GPU says of the pools of KV and states."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from sglang.srt import runtime_context
 
-from sglang_hybrid.hooks.pools import move_behind_copies, set_nothing_aside, smaller_states
-
-
-class HostPool:
-    """SGLang's pool of states, as far as the hook looks at it."""
-
-    def __init__(self, windows: list[int]) -> None:
-        self.conv_state_elem_sizes = windows
-        self.conv_state_shapes = [(size, 1) for size in windows]
-        self.conv_buffer = [f"of {size}" for size in windows]
+from sglang_hybrid.hooks import pools
+from sglang_hybrid.serving import devices
+from sglang_hybrid.serving.startup import StartupError
 
 
-@pytest.mark.parametrize(("windows", "kept"), [([0], 0), ([12], 1), ([12, 4], 2), ([], 0)])
-def test_windows_without_values_are_left_out(windows: list[int], kept: int) -> None:
-    pytest.importorskip("sglang")
-    pool = smaller_states(HostPool)(windows)
-    assert len(pool.conv_buffer) == len(pool.conv_state_shapes) == kept
-    assert pool.conv_state_elem_sizes == windows[:kept]
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A configurator of a model with states there."""
+    memory = SimpleNamespace(radix_cache_backend="hybrid", enable_unified_memory=False)
+    monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=0))
+    monkeypatch.setattr(devices, "serves_on_cpu", lambda: False)
+    return SimpleNamespace(mambaish_config=object(), is_draft_worker=False)
 
 
-@pytest.mark.parametrize(("backend", "ours"), [("hybrid", True), ("unified", False)])
-def test_sglangs_pool_under_our_cache(
-    monkeypatch: pytest.MonkeyPatch, backend: str, ours: bool
+def test_the_log_says_why_there_are_two(on_a_gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=pools.__name__)
+    assert pools.plan_one_memory(lambda _: "sizes", on_a_gpu) == "sizes"
+    assert "KV and states have a pool each: one memory" in caplog.text
+    caplog.clear()
+    on_a_gpu.mambaish_config = None
+    assert pools.plan_one_memory(lambda _: "sizes", on_a_gpu) == "sizes"
+    assert not caplog.text
+
+
+def test_one_memory_that_cannot_be_is_refused(
+    on_a_gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is set aside for requests that wait, and no gate keeps rows where they are."""
-    runtime = pytest.importorskip("sglang.srt.runtime_context")
-    chosen = SimpleNamespace(radix_cache_backend=backend)
-    monkeypatch.setattr(runtime, "get_memory", lambda: chosen)
-    aside: list[int] = []
-    set_nothing_aside(lambda _, requests: aside.append(requests), object(), 7)
-    assert aside == [0 if ours else 7]
-    gates: list[str] = []
-    move_behind_copies(lambda _, gate: gates.append(gate), object(), "closed")
-    assert gates == ([] if ours else ["closed"])
+    monkeypatch.setenv("SGLANG_HYBRID_MEMORY", "one")
+    with pytest.raises(StartupError, match=r"^--hybrid-memory one cannot be: .*; use .* split"):
+        pools.plan_one_memory(lambda _: "sizes", on_a_gpu)
+    monkeypatch.setenv("SGLANG_HYBRID_MEMORY", "split")
+    assert pools.plan_one_memory(lambda _: "sizes", on_a_gpu) == "sizes"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import random
+import runpy
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -396,3 +399,17 @@ def test_a_browser_gives_the_key_as_a_password(path: str, sent: str, comes: str 
     assert seen == [sent if comes is None else comes]
     asks = [name for name, _ in answers[0]["headers"]]
     assert asks == ([] if comes is None else [b"www-authenticate"])
+
+
+@pytest.mark.parametrize("shown", ["off", "lengths"])
+def test_without_a_page_its_address_says_how_to_have_one(
+    shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_HYBRID_UI", shown)
+    app = FastAPI()
+    app.router.routes.extend(runpy.run_module("sglang_hybrid.explain.route")["router"].routes)
+    paths = {getattr(route, "path", "") for route in app.router.routes}
+    assert ("/hybrid_cache/changes" in paths) == (shown != "off")
+    if shown == "off":
+        answer = TestClient(app).get("/hybrid_cache/")
+        assert answer.status_code == 404 and "--hybrid-ui" in answer.json()["error"]

@@ -28,7 +28,6 @@ from sglang_hybrid.extensions.cpu.one_memory.pages import (
     rows_of_whole_pages,
 )
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.devices import serves_on_cpu
 from sglang_hybrid.serving.flag_values import Eviction, Memory
 from sglang_hybrid.serving.startup import StartupError
 
@@ -54,9 +53,6 @@ def why_two_pools(configurator: KVCacheConfigurator) -> str | None:
     features = get_exec()
     reasons = {
         "the model has no recurrent states": model is None,
-        "one memory, with --hybrid-memory one, has not been served on a GPU yet": not (
-            serves_on_cpu()
-        ),
         f"checkpoints are not planned ({why_unplanned(flags) or 'admission or cache'})": not (
             plans_checkpoints(flags)
         ),
