@@ -16,8 +16,8 @@ from sglang.srt.arg_groups.model_override_base import attention_backends_of, mod
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
 
+from sglang_hybrid.cache.learnt_split import read_split, split_path
 from sglang_hybrid.cache.sizes import cost_of_model
-from sglang_hybrid.cache.split_watch import split_path
 from sglang_hybrid.checkpoints.support import (
     CHAINS_ONLY,
     MIXERS_INSIDE_GRAPHS,
@@ -25,7 +25,6 @@ from sglang_hybrid.checkpoints.support import (
     one_slot_per_request,
     plans_checkpoints,
 )
-from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.serving import warm_up
 from sglang_hybrid.serving.backend import why_not_unified
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
@@ -331,7 +330,7 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
         return
     ratio = round(cost.states_to_kv, 3)
     path = None if view.max_mamba_cache_size is not None else split_path(server_args)
-    learnt = path and extension("disk.split_file").read_split(path)
+    learnt = path and read_split(path)
     if learnt:
         logger.info(
             "sglang_hybrid: memory is divided as the traffic of the last server asked for: "

@@ -1,5 +1,6 @@
 """Two pools that would fit the traffic better: recent requests are replayed on other splits of the
-same memory while the server runs, and what would hit more is advice, with the flags that give it.
+same memory, and in one memory, while the server runs. What would hit more is advice, with the flags
+that give it, and the next server divides its memory so (learnt_split.py).
 """
 
 from __future__ import annotations
@@ -10,34 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang_hybrid.cache.learnt_split import LearntSplit, write_split
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.core.traffic.recorder import RequestWindow
 from sglang_hybrid.serving.advice import ServerSetup
-from sglang_hybrid.serving.config import HybridConfig
 
 if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
-
-    from sglang_hybrid.extensions.disk.split_file import LearntSplit
-    from sglang_hybrid.extensions.lab.simulation.tuner.splits import BetterSplit
+    from sglang_hybrid.extensions.lab.simulation.tuner.splits import SplitsFound
 
 logger = logging.getLogger(__name__)
 
 FIRST = 128
 """Requests before the first search; each search doubles the requests until the next one."""
 
-
-def split_path(server_args: ServerArgs) -> Path | None:
-    """Where a server with these arguments keeps the split that its traffic asked for; None without
-    a disk tier or a recording (extensions/disk/split_file.py).
-    """
-    recorded = HybridConfig.from_environment().hybrid_record
-    if not recorded and server_args.hicache_storage_backend != "file":
-        return None
-    path: Path | None = extension("disk.split_file").split_path(server_args)
-    return path
+ONE_MEMORY_POINTS = 1.0
+"""Percentage points by which one memory must hit more than the best split to be named."""
 
 
 class SplitWatch:
@@ -106,11 +96,10 @@ class SplitWatch:
             window = make()
             room = window.budget
             assert isinstance(room, Split)
-            find = extension("lab.simulation.tuner.splits").find_better_split
-            better: BetterSplit | None = find(window, spec, self._least(room, most_held))
-            if better is not None and self._path is not None:
-                learnt = self._learnt(better, room, window.counted)
-                extension("disk.split_file").write_split(self._path, learnt)
+            compare = extension("lab.simulation.tuner.splits").compare_splits
+            found: SplitsFound = compare(window, spec, self._least(room, most_held))
+            if found.split != room and self._path is not None:
+                write_split(self._path, self._learnt(found, room, window.counted))
         except Exception as error:
             logger.debug("the search failed", exc_info=True)
             why = extension("lab.simulation.tuner.candidates").describe_failure(error)
@@ -118,9 +107,7 @@ class SplitWatch:
                 logger.warning("sglang_hybrid: splits are not compared: %s", why)
             self._has_failed = True
             return
-        before, self.advice = self.advice, ""
-        if better is not None:
-            self.advice = self._say(better, room, window.counted)
+        before, self.advice = self.advice, self._say(found, room, window.counted)
         if self.advice != before:
             logger.info("sglang_hybrid: %s", self.advice or "no other split hits more now.")
 
@@ -135,22 +122,36 @@ class SplitWatch:
             it.counted * running - (it.slots - room.slots),
         )
 
-    def _learnt(self, better: BetterSplit, room: Split, counted: int) -> LearntSplit:
+    def _learnt(self, found: SplitsFound, room: Split, counted: int) -> LearntSplit:
         it = self._setup
-        for_states = self._slots(better, room) * it.state_bytes
-        hits, hits_now = (each / better.tokens for each in (better.hits, better.hits_now))
-        made: type[LearntSplit] = extension("disk.split_file").LearntSplit
-        return made(for_states / (it.bytes - for_states), hits, hits_now, counted)
+        for_states = self._slots(found, room) * it.state_bytes
+        hits, hits_now = (each / found.tokens for each in (found.hits, found.hits_now))
+        return LearntSplit(for_states / (it.bytes - for_states), hits, hits_now, counted)
 
-    def _slots(self, better: BetterSplit, room: Split) -> int:
+    def _slots(self, found: SplitsFound, room: Split) -> int:
         """Of the whole pool."""
-        return self._setup.slots + better.split.slots - room.slots
+        return self._setup.slots + found.split.slots - room.slots
 
-    def _say(self, better: BetterSplit, room: Split, counted: int) -> str:
-        it, slots = self._setup, self._slots(better, room)
-        rates = (100 * hits / better.tokens for hits in (better.hits, better.hits_now))
-        return (
-            "of the prompts of the last {:,} requests {:.1f} % would be hit instead of {:.1f} % "
-            "with --max-mamba-cache-size {:,} and --max-total-tokens {:,}, which take the same "
-            "memory.".format(counted, *rates, slots * it.shards, it.tokens_beside(slots))
+    def _say(self, found: SplitsFound, room: Split, counted: int) -> str:
+        """Another split, and one memory where that would hit more than it by a point; "" if neither
+        is worth a line.
+        """
+        it, slots = self._setup, self._slots(found, room)
+        hit, now, one = (
+            100 * hits / found.tokens for hits in (found.hits, found.hits_now, found.hits_one)
         )
+        instead = f"would be hit instead of {now:.1f} % with"
+        ways = []
+        if found.split != room:
+            tokens = it.tokens_beside(slots)
+            flags = (
+                f"--max-mamba-cache-size {slots * it.shards:,} and --max-total-tokens {tokens:,}"
+            )
+            ways.append(f"{hit:.1f} % {instead} {flags}")
+            instead = "with"
+        if one >= hit + ONE_MEMORY_POINTS:
+            ways.append(f"{one:.1f} % {instead} --hybrid-memory one, where that can be had")
+        if not ways:
+            return ""
+        of_the_prompts = f"of the prompts of the last {counted:,} requests "
+        return f"{of_the_prompts}{', and '.join(ways)}, in the same memory."

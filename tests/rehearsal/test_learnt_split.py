@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sglang_hybrid.extensions.disk.split_file import LearntSplit
+from sglang_hybrid.cache.learnt_split import LearntSplit
 from tests.rehearsal.start import Start
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]

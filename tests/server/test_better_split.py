@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import requests
 
-from sglang_hybrid.extensions.disk.split_file import read_split, split_path
+from sglang_hybrid.cache.learnt_split import read_split, split_path
 from tests.server.client import Serve, ask, cached, hybrid_cache, random_prompt, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,22 +58,18 @@ DISK = (
 )
 
 
-@pytest.mark.parametrize(
-    ("flags", "place"), [(DISK, "--hybrid-disk-folder"), ((), "--hybrid-record")]
-)
+@pytest.mark.parametrize("flags", [DISK, ()])
 def test_the_next_server_finds_it(
-    serve: Serve,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    flags: tuple[str, ...],
-    place: str,
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    where = str(tmp_path if flags else tmp_path / "traffic.jsonl")
-    with serve(*SPLIT, *FEW_SLOTS, *flags, place, where) as server:
+    """In the disk tier's folder, or among the user's cached files."""
+    monkeypatch.setenv("SGLANG_HYBRID_DISK_FOLDER", str(tmp_path) if flags else "")
+    if not flags:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with serve(*SPLIT, *FEW_SLOTS, *flags) as server:
         hit_share(server.url)
         until(lambda: advised(server.url))
         arguments = requests.get(server.url + "/server_info", timeout=60).json()
-    monkeypatch.setenv(place.replace("--", "SGLANG_").replace("-", "_").upper(), where)
     path = split_path(SimpleNamespace(**arguments))
     assert path is not None
     found = read_split(path)

@@ -25,10 +25,10 @@ from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests import test_keys
-from tests.cache import test_learning, test_state_events
+from tests.cache import test_learning, test_learnt_split, test_state_events
 from tests.cache import test_tenants as on_the_tree
 from tests.core import test_prefix_ranks
-from tests.extensions.disk import test_shared_store, test_split_file, test_uses_file
+from tests.extensions.disk import test_shared_store, test_uses_file
 from tests.extensions.lab.simulation import test_parity
 from tests.extensions.lab.simulation.tuner import test_trace_file
 from tests.extensions.router import test_index, test_picker
@@ -254,7 +254,7 @@ ELSEWHERE: dict[str, list[Callable[..., None]]] = {
     ],
     "which rank a prompt is sent to": [test_prefix_ranks.test_another_tenants_prefix_steers_nobody],
     "what was learnt": [test_learning.test_names_of_tenants_are_not_in_the_file],
-    "the split that was learnt": [test_split_file.test_what_was_written_is_read],
+    "the split that was learnt": [test_learnt_split.test_what_was_written_is_read],
     "modules computed apart": [test_modular.test_a_tenant_has_segments_of_its_own],
     "images": [
         test_images.test_tenants_share_no_image_nor_what_the_encoder_made_of_it,

@@ -5,7 +5,7 @@
         sglang_hybrid.tier        says that this folder is ours; its lock is held by who adds or
                                   removes an identity
         key                       a secret, from which names of objects are made
-        IDENTITY.split            how memory should be divided (split_file.py)
+        IDENTITY.split            how memory should be divided (cache/learnt_split.py)
         IDENTITY/                 objects of one model and one way to store them
           manifest.json           what IDENTITY is the hash of
           rank-0-0-0-0/           objects of one rank (tensor, pipeline, context, replica)
@@ -32,16 +32,15 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from sglang_hybrid.core.own_files import identity_of, open_regular, read_file, write_file
 from sglang_hybrid.extensions.disk.other_models import (
     LOCK,
     MANIFEST,
     OtherModel,
-    identity_of,
     measure,
     remove_model,
     unused_models,
 )
-from sglang_hybrid.extensions.disk.own_files import open_regular, read_file, write_file
 from sglang_hybrid.extensions.disk.tier_folder import (
     FolderError,
     make_private,

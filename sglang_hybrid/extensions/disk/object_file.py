@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from sglang_hybrid.extensions.disk.own_files import finished_name, open_regular, write_file
+from sglang_hybrid.core.own_files import finished_name, open_regular, write_file
 
 Bytes = NDArray[np.uint8]
 

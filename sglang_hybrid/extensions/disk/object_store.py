@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from sglang_hybrid.core.own_files import ForeignFile, remove, write_file
 from sglang_hybrid.extensions.disk.folder import RankFolder
 from sglang_hybrid.extensions.disk.object_file import (
     BadFile,
@@ -29,7 +30,6 @@ from sglang_hybrid.extensions.disk.object_file import (
     read_objects,
 )
 from sglang_hybrid.extensions.disk.object_index import ObjectIndex, StoredFile
-from sglang_hybrid.extensions.disk.own_files import ForeignFile, remove, write_file
 from sglang_hybrid.extensions.disk.room import make_room
 from sglang_hybrid.extensions.disk.uses_file import Uses, save_uses
 

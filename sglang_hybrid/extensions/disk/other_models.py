@@ -18,20 +18,19 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
-from sglang_hybrid.extensions.disk.object_file import has_identity, is_object_path
-from sglang_hybrid.extensions.disk.own_files import (
+from sglang_hybrid.core.own_files import (
     finished_name,
+    identity_of,
     open_folder,
     open_regular,
     read_file,
     remove_regular,
 )
+from sglang_hybrid.extensions.disk.object_file import has_identity, is_object_path
 
 LOCK, MANIFEST = "lock", "manifest.json"
 
@@ -50,12 +49,6 @@ class OtherModel:
     identity: str
     bytes: int
     last_use: float
-
-
-def identity_of(facts: Mapping[str, Any]) -> str:
-    """32 hex digits that differ as soon as one of the facts does."""
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def unused_models(tier: Path) -> list[str]:

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from sglang_hybrid.core.own_files import identity_of
 from sglang_hybrid.extensions.disk.folder import KEY_VARIABLE
 from sglang_hybrid.extensions.disk.object_file import Bytes, checksum
-from sglang_hybrid.extensions.disk.other_models import identity_of
 from sglang_hybrid.serving.flag_values import SHARED
 
 logger = logging.getLogger(__name__)

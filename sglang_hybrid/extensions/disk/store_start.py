@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from sglang_hybrid.core.own_files import UNFINISHED, finished_name, open_regular, remove
 from sglang_hybrid.extensions.disk.folder import RankFolder
 from sglang_hybrid.extensions.disk.object_file import (
     BadFile,
@@ -20,7 +21,6 @@ from sglang_hybrid.extensions.disk.object_file import (
     read_header,
 )
 from sglang_hybrid.extensions.disk.object_store import ObjectStore
-from sglang_hybrid.extensions.disk.own_files import UNFINISHED, finished_name, open_regular, remove
 from sglang_hybrid.extensions.disk.room import measure_others
 from sglang_hybrid.extensions.disk.uses_file import load_uses
 

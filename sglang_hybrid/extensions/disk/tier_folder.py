@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_hybrid.extensions.disk.own_files import open_regular
+from sglang_hybrid.core.own_files import open_regular
 
 TIER = "sglang_hybrid-tier"
 """The folder of ours in the one that the operator names."""

@@ -16,9 +16,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
+from sglang_hybrid.core.own_files import identity_of
 from sglang_hybrid.extensions.disk import file_backend
 from sglang_hybrid.extensions.disk.file_backend import FileBackend
-from sglang_hybrid.extensions.disk.other_models import identity_of
 from sglang_hybrid.extensions.disk.served_model import Unidentified
 from sglang_hybrid.plugin import bring_storage
 from sglang_hybrid.storage import weights

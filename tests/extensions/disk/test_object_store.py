@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.extensions.disk import object_file, object_store, own_files, store_start
+from sglang_hybrid.core import own_files
+from sglang_hybrid.extensions.disk import object_file, object_store, store_start
 from sglang_hybrid.extensions.disk.folder import KEY_VARIABLE, RankFolder
 from sglang_hybrid.extensions.disk.object_file import Header
 from sglang_hybrid.extensions.disk.object_store import RETRY_SECONDS, ObjectStore

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from sglang.srt.server_args import ServerArgs
 
+from sglang_hybrid.core.own_files import identity_of
 from sglang_hybrid.extensions.disk import served_model as module
-from sglang_hybrid.extensions.disk.other_models import identity_of
 from sglang_hybrid.extensions.disk.served_model import Unidentified, served_model
 from tests.extensions.disk.test_fingerprint import checkpoint
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
+from sglang_hybrid.core.own_files import finished_name, read_file, remove, write_file
 from sglang_hybrid.extensions.disk.folder import SCHEMAS, RankFolder, disk_folder
-from sglang_hybrid.extensions.disk.own_files import finished_name, read_file, remove, write_file
 from sglang_hybrid.extensions.disk.tier_folder import FolderError
 from sglang_hybrid.extensions.schemas.declared.xml import MOST_BYTES
 from sglang_hybrid.serving.config import HybridConfig

@@ -74,11 +74,12 @@ def hits_within(
     window: RequestWindow, job: tuple[Spec, Budget], count_step: Callable[[], None]
 ) -> IntArray:
     """Tokens that each request of `window` that counts hits [n] under a policy, with another memory
-    than the window's. It is here, and not beside who asks: a worker imports the module of its work,
-    and extensions/page/what_if.py imports SGLang.
+    than the window's: two pools, or bytes that KV and states share. It is here, and not beside who
+    asks: a worker imports the module of its work, and extensions/page/what_if.py imports SGLang.
     """
     spec, budget = job
-    return counted_hits(replace(window, budget=budget), spec)
+    serving = window.serving and replace(window.serving, one_memory=isinstance(budget, int))
+    return counted_hits(replace(window, budget=budget, serving=serving), spec)
 
 
 def search(

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 UNFINISHED = f".{secrets.token_hex(4)}.tmp"
 """End of the names under which this process writes files."""
@@ -24,6 +27,12 @@ _UNFINISHED_NAME = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 
 class ForeignFile(OSError):
     """Something that is not ours has the name of a file or folder of ours; `strerror` says what."""
+
+
+def identity_of(facts: Mapping[str, Any]) -> str:
+    """32 hex digits that differ as soon as one of the facts does."""
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def finished_name(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hybrid.extensions.disk.split_file import (
+from sglang_hybrid.cache.learnt_split import (
     LearntSplit,
     read_split,
     split_path,
@@ -61,35 +61,38 @@ def test_other_servers_have_another_file(path: Path, other: dict[str, Any]) -> N
     assert split_path(arguments(**other)) not in (None, path)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"enable_hierarchical_cache": False},
-        {"hicache_storage_backend": "mooncake"},
-        {"nnodes": 2},
-        {"hicache_storage_backend_extra_config": "{"},
-    ],
-)
-def test_without_a_folder_of_its_own_a_server_has_none(path: Path, other: dict[str, Any]) -> None:
+@pytest.mark.parametrize("other", [{"nnodes": 2}, {"hicache_storage_backend_extra_config": "{"}])
+def test_where_machines_may_differ_or_the_folder_is_unknown_there_is_none(
+    path: Path, other: dict[str, Any]
+) -> None:
     assert split_path(arguments(**other)) is None
 
 
-def test_a_store_that_servers_share_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_HYBRID_DISK_FOLDER", "mooncake://localhost:1")
-    assert split_path(arguments()) is None
-
-
-def test_a_recording_has_it_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no disk tier on this machine; of each model and flags one of its own."""
-    monkeypatch.setenv("SGLANG_HYBRID_RECORD", str(tmp_path / "traffic.jsonl.gz"))
-    without = {"enable_hierarchical_cache": False}
-    path = split_path(arguments(**without))
-    assert path is not None and path.name.startswith("traffic.jsonl.gz.")
-    assert path not in (None, split_path(arguments(**without, model_path="n")))
-    assert split_path(arguments(**without, nnodes=2)) is None
+@pytest.mark.parametrize(
+    "other", [{"enable_hierarchical_cache": False}, {"hicache_storage_backend": "mooncake"}]
+)
+def test_without_a_disk_tier_it_is_among_the_cached_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    """Of each model and flags one of its own, in a folder that nobody else may read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    path = split_path(arguments(**other))
+    assert path is not None and path.parent == tmp_path / "caches" / "sglang_hybrid"
+    assert path != split_path(arguments(**other, model_path="n"))
+    assert read_split(path) is None
     write_split(path, SPLIT)
     assert read_split(path) == SPLIT
     assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_store_that_servers_share_has_it_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SGLANG_HYBRID_DISK_FOLDER", "mooncake://localhost:1")
+    path = split_path(arguments())
+    assert path is not None and path.parent == tmp_path / "sglang_hybrid"
 
 
 def test_nothing_is_written_where_no_tier_is(path: Path) -> None:

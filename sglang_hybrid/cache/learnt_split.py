@@ -1,8 +1,7 @@
-"""The split of memory that a server's traffic asked for, as a file in the disk tier's folder, or
-beside its recording.
+"""The split of memory that a server's traffic asked for, as a file that the next server reads.
 
-A server with two pools writes it (cache/split_watch.py); the next one with the same model and flags
-divides its memory so, unless a flag says otherwise (cache/resolution.py). It holds sums over all
+A server with two pools writes it (split_watch.py); the next one with the same model and flags
+divides its memory so, unless a flag says otherwise (resolution.py). It holds sums over all
 requests, and nothing of any of them.
 """
 
@@ -10,19 +9,21 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from sglang_hybrid.extensions.disk.folder import disk_folder
-from sglang_hybrid.extensions.disk.other_models import identity_of
-from sglang_hybrid.extensions.disk.own_files import read_file, write_file
-from sglang_hybrid.extensions.disk.tier_folder import TIER, is_tier
+from sglang_hybrid.core.extensions import extension
+from sglang_hybrid.core.own_files import identity_of, read_file, write_file
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import SHARED
 
 logger = logging.getLogger(__name__)
+
+OWN_FOLDER = "sglang_hybrid"
+"""Among the user's cached files."""
 
 SUFFIX = ".split"
 MOST_BYTES = 4_096
@@ -43,8 +44,8 @@ class LearntSplit(msgspec.Struct, frozen=True):
 
 def split_path(server_args: Any) -> Path | None:
     """Where a server with these arguments (SGLang's) keeps its split: in the folder of its disk
-    tier, or beside its recording (`--hybrid-record`); None without either on its own machine, and
-    where several machines, which might differ, have to divide alike.
+    tier, or among the user's cached files (`XDG_CACHE_HOME`). None where several machines, which
+    might differ, have to divide alike.
     """
     it, options = server_args, HybridConfig.from_environment()
     if it.nnodes > 1:
@@ -57,15 +58,18 @@ def split_path(server_args: Any) -> Path | None:
                 extra = json.loads(it.hicache_storage_backend_extra_config or "{}")
             except ValueError:
                 return None
-            return disk_folder(named, extra) / TIER / file
-    return Path(f"{options.hybrid_record}.{file}") if options.hybrid_record else None
+            folder: Path = extension("disk.folder").disk_folder(named, extra)
+            tier: str = extension("disk.tier_folder").TIER
+            return folder / tier / file
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / OWN_FOLDER / file
 
 
 def read_split(path: Path) -> LearntSplit | None:
     """What was written there; None where there is nothing, or nothing that can be read."""
     try:
         return msgspec.json.decode(read_file(path, MOST_BYTES), type=LearntSplit)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (msgspec.DecodeError, OSError) as error:
         why = error.strerror if isinstance(error, OSError) else "its content cannot be read"
@@ -74,10 +78,12 @@ def read_split(path: Path) -> LearntSplit | None:
 
 
 def write_split(path: Path, split: LearntSplit) -> None:
-    """Write it: beside a recording, or where the disk tier has its folder."""
-    if path.parent.name == TIER and not is_tier(path.parent):
-        return
+    """Write it: among the user's cached files, or where the disk tier has its folder."""
     try:
+        if path.parent.name == OWN_FOLDER:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        elif not extension("disk.tier_folder").is_tier(path.parent):
+            return
         write_file(path, msgspec.json.encode(split))
     except OSError as error:
         logger.warning("sglang_hybrid: %s cannot be written (%s).", path, error.strerror)
