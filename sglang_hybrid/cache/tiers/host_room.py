@@ -29,7 +29,7 @@ def share_host_room(cache: SglangCache, cost: CostModel) -> None:
     By itself it makes both as large as their device pools times --hicache-ratio, or divides
     --hicache-size as their bytes are divided: with pools that share one memory both would count
     for all of it, and where states are large most of the host would hold states. Here the host
-    holds what `CostModel.states_to_kv` says: one state per 1,000 tokens.
+    holds what `CostModel.states_to_kv` says.
 
     Raises `StartupError` for a model without KV, beside which SGLang keeps states; and if the
     machine has less memory than --hicache-ratio asks for (--hicache-size was checked before).

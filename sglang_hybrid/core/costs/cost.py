@@ -22,7 +22,8 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 TOKENS_PER_STATE = 1_000
-MOST_STATES_TO_KV = 1.5
+LARGE_STATE_TOKENS, LARGE_STATES_TO_KV, MOST_STATES_TO_KV = 5_500, 0.2, 1.5
+"""For two pools, see `CostModel.states_to_kv`."""
 
 MIN_BRANCH_TOKENS = 16
 """Tokens that a branch point must gain over the hit to get a checkpoint, by default."""
@@ -158,17 +159,19 @@ class CostModel:
 
     @property
     def states_to_kv(self) -> float:
-        """Bytes of states for each byte of KV, where checkpoints are planned: one state per 1,000
-        tokens, so that both pools run full together.
+        """Bytes of states for each byte of KV in two pools, where checkpoints are planned: one
+        state per 1,000 tokens, but of states as large as n tokens of KV no more than 0.2 + n /
+        5,500, and 1.5 at most.
 
-        At most 1.5: where a state is as large as thousands of tokens, one long prompt must still
-        find room for its KV. SGLang's 0.9 is meant for a state per chunk of a prefill. Measured in
-        docs/benchmarks.md.
+        That loses least against the best split of each kind of traffic, where the loss is largest
+        (docs/benchmarks.md, how memory is divided). SGLang's 0.9 is meant for a state per chunk of
+        a prefill.
         """
         if not self.kv_bytes_per_token:
             return MOST_STATES_TO_KV
         tokens = self.state_bytes / self.kv_bytes_per_token
-        return min(tokens / TOKENS_PER_STATE, MOST_STATES_TO_KV)
+        large = LARGE_STATES_TO_KV + tokens / LARGE_STATE_TOKENS
+        return min(tokens / TOKENS_PER_STATE, large, MOST_STATES_TO_KV)
 
     @overload
     def flops(self, depth: int) -> int: ...
