@@ -181,22 +181,22 @@ def save_delta_states(
     corrections: Tensor,
     decays: Tensor,
     chunk_states: Tensor,
-    chunk_offsets: Tensor,
+    rows: Tensor,
     cu_seqlens: Tensor,
     unit: float = 1.0,
 ) -> None:
     """Gated delta net: writes the states at ``targets`` to the pool, after the chunk states.
 
-    Chunks of 64 tokens are counted from each sequence's own start; chunk_states[chunk_offsets[s] +
-    c] is the state of sequence s after 64 c tokens of it, so row chunk_offsets[s] is its initial
-    state. The corrections are the ``u`` of ``gated_delta_rule``, what each token adds along its
+    Chunks of 64 tokens are counted from each sequence's own start; chunk_states[rows[i]] is the
+    state in front of the one in which the i-th target lies, or of the last one, behind whose end it
+    lies. The corrections are the ``u`` of ``gated_delta_rule``, what each token adds along its
     key; flash-linear-attention calls them v_new.
 
     Shapes: pool [slots, Hv, Dv, Dk] in any float dtype, its rows contiguous but any distance apart;
     keys [T, Hk, Dk] as the scan used them (normalised, if it normalises), corrections [T, Hv, Dv],
     Hk dividing Hv; decays float32, the log decay summed from the chunk's first token on, times
     1 / unit: [T, Hv], one per head, or [T, Hv, Dk], one per channel (KDA); chunk_states
-    [C, Hv, Dv, Dk]; chunk_offsets [S]; cu_seqlens [S + 1], no sequence of a target being empty.
+    [R, Hv, Dv, Dk]; rows integers [n]; cu_seqlens [S + 1], no sequence of a target being empty.
     Products are of the corrections' dtype. Raises ValueError where shapes or strides do not fit.
     """
     _, heads, value = corrections.shape
@@ -223,7 +223,7 @@ def save_delta_states(
         corrections,
         decays,
         chunk_states,
-        chunk_offsets,
+        rows,
         cu_seqlens,
         targets.sequences,
         targets.ends,

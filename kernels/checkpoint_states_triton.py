@@ -21,7 +21,7 @@ VARYING = ("chunks", "targets", "stride_dt_head", "stride_inputs_token")
 """Integers that depend on the number of tokens or states, or on what a layer projects together."""
 
 ANYWHERE = (
-    *("cu_seqlens", "sequences", "ends", "slots", "chunk_offsets", "state_indices", "resumed"),
+    *("cu_seqlens", "sequences", "ends", "slots", "rows", "state_indices", "resumed"),
     "inputs",
 )
 """Pointers to lists and to a part of what a layer projects, which begin anywhere in a tensor."""
@@ -117,7 +117,7 @@ def delta_state(
     corrections,
     decays,
     chunk_states,
-    chunk_offsets,
+    rows,
     cu_seqlens,
     sequences,
     ends,
@@ -185,8 +185,8 @@ def delta_state(
 
     inside = (a[:, None] < VALUE) & (b[None, :] < KEY)
     element = a[:, None] * KEY + b[None, :]
-    chunk = tl.load(chunk_offsets + sequence).to(tl.int64) + nth
-    row = chunk_states + (chunk * heads + head) * VALUE * KEY
+    entered = tl.load(rows + i).to(tl.int64)
+    row = chunk_states + (entered * heads + head) * VALUE * KEY
     state = tl.load(row + element, mask=inside, other=0)
     state = state.to(tl.float32) * tl.exp(unit * total) + added
     row = pool + slot * stride_pool + head * VALUE * KEY

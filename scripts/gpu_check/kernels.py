@@ -140,7 +140,9 @@ def check_delta(
         corrections=corrections,
         decays=decays,
         chunk_states=torch.stack(rows).to(dtype),
-        chunk_offsets=torch.tensor(offsets),
+        rows=torch.tensor(
+            [offsets[s] + min(tokens, LENGTHS[s] - 1) // cs.DELTA_CHUNK for s, tokens in ASKED]
+        ),
         cu_seqlens=torch.tensor(at),
     )
     save(pool, targets(), **scan)

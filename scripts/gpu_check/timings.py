@@ -4,7 +4,8 @@
 
 The prefill is the layer's projections with SGLang's convolution and scan, or, where SGLang is not
 installed, the projections alone, which take less. States and prefill are timed apart, since their
-difference would be less than what prefills differ by.
+difference would be less than what prefills differ by. What the scan itself does more for them is
+not in that: where SGLang is installed, the whole layer is timed with and without states, by turns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
@@ -34,6 +35,7 @@ from scripts.gpu_check.layers import (  # noqa: E402
     spread,
     state_launches,
 )
+from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 STATES = 2
@@ -71,10 +73,14 @@ def normal(*shape: int) -> Tensor:
 
 
 class Prefill:
-    """A layer's projections, and SGLang's convolution and scan between them if asked for."""
+    """A layer's projections, and SGLang's convolution and scan between them if asked for, which
+    leave states at ``positions``.
+    """
 
-    def __init__(self, layer: Shape, tokens: int, *, with_sglang: bool) -> None:
-        self.layer, self.tokens = layer, tokens
+    def __init__(
+        self, layer: Shape, tokens: int, positions: Sequence[int] = (), *, with_sglang: bool
+    ) -> None:
+        self.layer, self.tokens, self.positions = layer, tokens, list(positions)
         self.hidden = normal(tokens, layer.hidden)
         self.into = normal(layer.hidden, layer.channels + layer.more)
         self.out_of = normal(layer.inner, layer.hidden)
@@ -92,22 +98,37 @@ class Prefill:
         from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn
 
         layer, tokens = self.layer, self.tokens
-        windows, states = layer.pools(2, DEVICE)
+        windows, states = layer.pools(2 + len(self.positions), DEVICE)
         taps = normal(layer.channels, TAPS)
         cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
         slots = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         fresh = torch.zeros(1, dtype=torch.bool, device=DEVICE)
-        scan = self._mamba2(cu_seqlens) if layer.chunk else self._delta(states, slots, cu_seqlens)
+        tracks = self._tracks(slots, cu_seqlens) if self.positions else None
+        scan = (
+            self._mamba2(states, cu_seqlens, tracks)
+            if layer.chunk
+            else self._delta(states, slots, cu_seqlens, tracks)
+        )
 
         def run(inputs: Tensor, gate: Tensor) -> Tensor:
             lists = (windows, cu_seqlens, [tokens], slots, fresh)
+            if tracks is not None:
+                tracks.save_windows(windows, inputs)
             mixed = causal_conv1d_fn(inputs.T, taps, None, *lists).T
             gate = torch.nn.functional.silu(gate[:, : layer.inner])
             return scan(mixed).view(tokens, layer.inner) * gate
 
         return run
 
-    def _mamba2(self, cu_seqlens: Tensor) -> Callable[[Tensor], Tensor]:
+    def _tracks(self, slots: Tensor, cu_seqlens: Tensor) -> PrefillTracks:
+        count = len(self.positions)
+        places = torch.arange(2, 2 + count, device=DEVICE)
+        wanted = StateTracks([0] * count, self.positions, places)
+        return PrefillTracks(wanted, [0], [self.tokens], places, slots, cu_seqlens)
+
+    def _mamba2(
+        self, states: Tensor, cu_seqlens: Tensor, tracks: PrefillTracks | None
+    ) -> Callable[[Tensor], Tensor]:
         from sglang.kernels.ops.mamba.triton_ops import mamba_chunk_scan_combined
 
         layer, tokens = self.layer, self.tokens
@@ -133,13 +154,14 @@ class Prefill:
                 out=out,
                 state_dtype=torch.float32,
                 return_varlen_states=True,
+                state_writer=None if tracks is None else tracks.into(states),
             )
             return out
 
         return run
 
     def _delta(
-        self, states: Tensor, slots: Tensor, cu_seqlens: Tensor
+        self, states: Tensor, slots: Tensor, cu_seqlens: Tensor, tracks: PrefillTracks | None
     ) -> Callable[[Tensor], Tensor]:
         from sglang.kernels.ops.attention.fla.chunk import chunk_gated_delta_rule
 
@@ -160,6 +182,7 @@ class Prefill:
                 initial_state_indices=slots,
                 cu_seqlens=cu_seqlens,
                 use_qk_l2norm_in_kernel=True,
+                state_writer=None if tracks is None else tracks.into(states),
             )[0]
             return output
 
@@ -173,7 +196,7 @@ def main() -> None:
 
         patching.install()
     for layer in LAYERS if GPU else SMALL:
-        for tokens in (2048, 8192) if GPU else (130,):
+        for tokens in (2048, 8192, 32_768) if GPU else (130,):
             measure(layer, tokens, with_sglang=with_sglang)
 
 
@@ -187,6 +210,15 @@ def measure(layer: Shape, tokens: int, *, with_sglang: bool) -> None:
     known = GPU and (with_sglang or share < GOAL)
     what = f"{STATES} states, {layer.name}, {tokens} tokens"
     tell(what, f"{found} (goal: {100 * GOAL:.0f} %)", share < GOAL if known else None)
+    if not with_sglang:
+        return
+    ways = [Prefill(layer, tokens, at, with_sglang=True) for at in ([], spread(tokens, STATES))]
+    turns = [[milliseconds(way, times=10) for way in ways] for _ in range(5)]
+    without, with_states = (median(each) for each in zip(*turns, strict=True))
+    more = 100 * median(b / a - 1 for a, b in turns)
+    tell(
+        f"{what}, in the scan", f"{with_states:.3f} ms, {without:.3f} without: {more:+.1f} %", None
+    )
 
 
 if __name__ == "__main__":

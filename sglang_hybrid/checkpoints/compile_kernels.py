@@ -22,7 +22,6 @@ from sglang_hybrid.checkpoints.scans import (
 )
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
 from sglang_hybrid.kernels.checkpoint_states import (
-    DELTA_CHUNK,
     save_delta_states,
     save_kda_states,
     save_lightning_states,
@@ -107,6 +106,10 @@ def prefill(
     if save is not None:
         scan = _SCANS[save](states, inputs, chunk)
         writer = tracks.into(states)
+        if save in (save_delta_states, save_kda_states):
+            chunks = writer.chunks()
+            assert chunks is not None, "states are wanted"
+            scan |= {"chunk_states": chunks.states.zero_(), "rows": chunks.rows}
         launches["states inside the scan"] = lambda: writer.save(
             save, cu_seqlens=cu_seqlens, **scan
         )
@@ -136,18 +139,15 @@ def _mamba2_scan(states: Tensor, inputs: Tensor, chunk: int) -> dict[str, Tensor
 
 
 def _delta_scan(states: Tensor, inputs: Tensor, _: int) -> dict[str, Tensor]:
-    """What the gated delta net's scan holds after its chunk states, which it was asked for in the
-    pool's type; its convolution's channels are queries, keys and values."""
+    """What the gated delta net's scan holds after its chunk states, of which it was asked for some
+    in float32; its convolution's channels are queries, keys and values."""
     tokens, channels = inputs.shape
     _, heads, value, key = states.shape
     key_heads = (channels - heads * value) // (2 * key)
-    chunks = -(-tokens // DELTA_CHUNK)
     return {
         "keys": inputs.new_zeros(tokens, key_heads, key),
         "corrections": inputs.new_zeros(tokens, heads, value),
         "decays": torch.zeros(tokens, heads, device=states.device),
-        "chunk_states": states.new_zeros(chunks, heads, value, key),
-        "chunk_offsets": torch.tensor([0, chunks], device=states.device),
     }
 
 

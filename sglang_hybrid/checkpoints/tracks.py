@@ -6,14 +6,16 @@ from it once per forward; every recurrent layer of the patched SGLang uses it
 and the layer's matrix:
 
 * Windows are written before the convolution runs, from its inputs.
-* Matrices are written inside the scan: from its chunk states (``kernels/checkpoint_states.py``), or
-  the scan picks them out itself. One that leaves only some is continued from them (``tails.py``).
+* Matrices are written inside the scan: from its chunk states (``kernels/checkpoint_states.py``),
+  which the delta rule's leaves in float32 where one is wanted, or the scan picks them out itself.
+  One that leaves only some is continued from them (``tails.py``).
 * What a model keeps in a slot beside its recurrent layers is written by hooks (hooks/states.py).
 
 Which layers do so, and how, is in ``scans.py``.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from sglang_hybrid.checkpoints.scans import Save, find_scan
 from sglang_hybrid.checkpoints.tails import Tails, put
 from sglang_hybrid.kernels import checkpoint_states
-from sglang_hybrid.kernels.checkpoint_states import Targets
+from sglang_hybrid.kernels.checkpoint_states import DELTA_CHUNK, Targets
 from sglang_hybrid.kernels.chunks import Positions
 
 
@@ -71,6 +73,7 @@ class PrefillTracks:
         Nothing waits for the device. Raises ValueError for a position outside its prefill.
         """
         check(tracks, prefix_lens, extend_lens)
+        self._extend_lens = extend_lens
         self._cu_seqlens = cu_seqlens
         self._state_indices = cache_indices
         read = [
@@ -102,6 +105,25 @@ class PrefillTracks:
             else None
         )
         self._windows: dict[int, _Windows] = {}
+
+    @cached_property
+    def chosen_chunks(self) -> tuple[int, Tensor, Tensor] | None:
+        """How many chunks of 64 tokens, counted from each sequence's start, have a state that a
+        kernel writes, and what `ChosenChunks` has as marks and rows; None if there is none.
+        """
+        wanted = self.positions[: len(self.saved)]
+        if not wanted:
+            return None
+        counts = [-(-length // DELTA_CHUNK) for length in self._extend_lens]
+        first = list(accumulate(counts, initial=0))
+        chunks = [
+            first[row] + min(tokens // DELTA_CHUNK, counts[row] - 1) for row, tokens in wanted
+        ]
+        row_of = {chunk: row for row, chunk in enumerate(dict.fromkeys(chunks))}
+        marks = [row_of.get(chunk, -1) for chunk in range(first[-1])]
+        rows = [row_of[chunk] for chunk in chunks]
+        marked, chosen = put(self._cu_seqlens.device, marks, rows)
+        return len(row_of), marked, chosen
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -165,12 +187,16 @@ class StateWriter:
     tracks: PrefillTracks
     pool: Tensor
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The type in which a scan should keep the chunk states that `save` takes states from: the
-        pool's; None, and the scan's own, if it takes none.
+    def chunks(self) -> "ChosenChunks | None":
+        """The chunk states that the delta rule's scan shall leave beside its own, for `save`; None
+        if it takes no state from them.
         """
-        return self.pool.dtype if len(self.tracks.saved) else None
+        chosen = self.tracks.chosen_chunks
+        if chosen is None:
+            return None
+        count, marks, rows = chosen
+        shape = (count, *self.pool.shape[1:])
+        return ChosenChunks(self.pool.new_empty(shape, dtype=torch.float32), marks, rows)
 
     def save(self, kernel: Save, **scan: Tensor | float | None) -> None:
         """Write states by a kernel of ``kernels/checkpoint_states.py``, from what the scan holds:
@@ -192,6 +218,29 @@ class StateWriter:
         return SequenceWriter(
             [(tokens, slot) for (owner, tokens), slot in pairs if owner == sequence], self.pool
         )
+
+
+@dataclass(frozen=True)
+class ChosenChunks:
+    """The states in front of those chunks of a delta rule's scan in which a state is wanted.
+
+    states: float32 [R, Hv, Dv, Dk], to be filled by the scan: its own chunk states are rounded to
+    the type of its inputs. marks: [C] of all chunks, sequence after sequence, the row of its state
+    or -1. rows: [n] of each wanted state, the row of its chunk.
+    """
+
+    states: Tensor
+    marks: Tensor
+    rows: Tensor
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """For SGLang's ``chunk_gated_delta_rule_fwd_h``, as patched."""
+        return {
+            "track_state": self.states,
+            "track_chunk_idx": self.marks,
+            "track_rows": True,
+        }
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def test_delta_rule(lengths: list[int], per_channel: bool) -> None:
             corrections=large(TOKENS, HEADS, size),
             decays=large(TOKENS, HEADS, *[size] * per_channel, dtype=torch.float32),
             chunk_states=large(int(chunks.sum()), HEADS, size, size),
-            chunk_offsets=torch.tensor([0, *chunks.cumsum(0).tolist()]),
+            rows=chunks.cumsum(0)[targets.sequences] - 1,
             cu_seqlens=cu_seqlens,
         )
     )

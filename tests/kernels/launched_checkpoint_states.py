@@ -245,7 +245,12 @@ def test_delta_rule(seed, lengths, dtype, kept, per_channel, started):
         corrections=corrections,
         decays=decays,
         chunk_states=torch.stack(rows).to(dtype),
-        chunk_offsets=torch.tensor(offsets),
+        rows=torch.tensor(
+            [
+                offsets[s] + min(p // cs.DELTA_CHUNK, (lengths[s] - 1) // cs.DELTA_CHUNK)
+                for s, p in asked
+            ]
+        ),
         cu_seqlens=torch.tensor(cu),
         unit=unit,
     )

@@ -144,20 +144,16 @@ def prefill(
         )
         return
     if layer.chunk is None:
+        chosen = writer.chunks()
+        if chosen is None:  # the scan has nothing to write
+            return
         writer.save(
             layer.save,
             keys=torch.empty(1, tokens, layer.groups, layer.size, dtype=layer.dtype)[0],
             corrections=torch.empty(1, tokens, layer.heads, layer.width, dtype=layer.dtype)[0],
             decays=torch.empty(tokens, layer.heads, *[layer.size] * layer.per_channel),
-            chunk_states=torch.empty(
-                1,
-                sum(-(-length // 64) for length in lengths),
-                layer.heads,
-                layer.width,
-                layer.size,
-                dtype=layer.states,
-            )[0],
-            chunk_offsets=torch.tensor([0, *(-(-length // 64) for length in lengths)]).cumsum(-1),
+            chunk_states=chosen.states,
+            rows=chosen.rows,
             cu_seqlens=cu_seqlens,
         )
         return

@@ -88,7 +88,7 @@ def test_nothing_is_launched_for_no_target() -> None:
         corrections=torch.zeros(70, 2, 32),
         decays=torch.zeros(70, 2),
         chunk_states=torch.zeros(2, 2, 32, 32),
-        chunk_offsets=torch.tensor([0]),
+        rows=torch.zeros(0, dtype=torch.int64),
         cu_seqlens=cu_seqlens,
     )
     cs.save_windows(

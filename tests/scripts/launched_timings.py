@@ -36,5 +36,7 @@ if __name__ == "__main__":
     run_without_a_device()
     for layer in SMALL:
         out = timings.Prefill(layer, 130, with_sglang=True)()
+        leaves = timings.Prefill(layer, 130, [40, 64, 130], with_sglang=True)
+        assert leaves().isfinite().all(), layer
         assert out.shape == (130, layer.hidden) and out.isfinite().all() and out.any(), layer
     print(torch.__version__)
