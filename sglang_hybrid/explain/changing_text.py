@@ -73,6 +73,8 @@ def _between(prompt: Tokens, earlier: Tokens, start: int) -> ChangingText | None
     """The first text that differs, and what is equal behind it; None if less than `start` tokens
     are equal before it.
     """
+    if start and (len(earlier) < start or prompt[start - 1] != earlier[start - 1]):
+        return None  # as nearly all others do, without a comparison of all their tokens
     if not np.array_equal(prompt[:start], earlier[:start]):
         return None
     position = here = there = start + common_prefix(prompt[start:], earlier[start:])

@@ -199,7 +199,7 @@ class DecisionLog:
         most of what follows was sent before; None if that has another reason. start: tokens of the
         prompt that were sent before as they are.
         """
-        earlier = (seen.tokens for seen in reversed(self.recent.of(whose)))
+        earlier = (seen.tokens for seen in self.recent.newest(whose))
         missed = len(prompt) - 1 - hit
         found = find_changing_text(prompt, start, missed, earlier)
         if found is None:

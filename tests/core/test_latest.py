@@ -19,6 +19,7 @@ def test_the_tenant_that_holds_most_loses_its_oldest_value() -> None:
     for number in range(20):
         kept.put("a", str(number), number, 100)
     assert kept.of("b") == [0] and kept.of("a") == [16, 17, 18, 19]
+    assert list(kept.newest("a")) == [19, 18, 17, 16] and list(kept.newest("c")) == []
     kept.put("c", "huge", 0, 600)
     assert kept.get("c", "huge") is None and len(kept) == 5
 

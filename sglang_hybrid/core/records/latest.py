@@ -54,6 +54,11 @@ class Latest(Generic[Value]):
         kept = self._kept.get(payer_of(tenant), OrderedDict())
         return [value for (owner, _), (value, _) in kept.items() if owner == tenant]
 
+    def newest(self, tenant: Hashable) -> Iterator[Value]:
+        """The values of a tenant, the newest first, as far as they are asked for."""
+        kept = self._kept.get(payer_of(tenant), OrderedDict())
+        return (value for (owner, _), (value, _) in reversed(kept.items()) if owner == tenant)
+
     def all(self) -> Iterator[tuple[Hashable, str, Value]]:
         """Every value with its tenant and name, a payer's oldest first."""
         for values in self._kept.values():
