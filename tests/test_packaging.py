@@ -118,7 +118,7 @@ def test_the_cpu_lock_has_what_its_packages_ask_for() -> None:
         canonicalize_name(name): version
         for name, version in re.findall(r"^(\S+)==(\S+)", text, re.M)
     }
-    (pins["torch"],) = re.findall(
+    (pins[canonicalize_name("torch")],) = re.findall(
         r"^TORCH=torch==(\S+)$", (ROOT / "scripts/env.sh").read_text(), re.M
     )
     broken = []
