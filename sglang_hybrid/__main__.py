@@ -20,6 +20,7 @@ COMMANDS = {
     "explain": ("explain", "which checkpoint a prompt would resume from, and why no later one"),
     "prompts": ("prompts", "what to change in prompts or in a schema so that more of them is hit"),
     "replicas": ("replicas", "several servers: what they hold, and a router in front of them"),
+    "kernels": ("kernels.compare", "our Mamba2 states beside mamba-ssm's, on a GPU"),
 }
 """By name, the module that is run and what it does."""
 

@@ -78,6 +78,7 @@ def is_known(command: str) -> bool:
         TRAIN,
         PORTABLE,
         "pip install -e ",
+        "python -m build",
         "pip uninstall ",
         "python -m sglang.launch_server",
         "python -m sglang_router.launch_router",

@@ -29,7 +29,7 @@ from tests.hostile import GOOD, NUMBERS, Ended, make_files, run_apart
 Main = Callable[[Sequence[str]], int]
 Capture = pytest.CaptureFixture[str]
 
-COMMANDS_OF_USERS = ("serve", "replay", "explain", "prompts", "replicas")
+COMMANDS_OF_USERS = ("serve", "replay", "explain", "prompts", "replicas", "kernels")
 
 CACHE = ("--cache", "1GB", "--policy", "lru")
 CHAT = ("--generate", "chat", "--sessions", "2")
@@ -257,7 +257,7 @@ def test_a_command_is_its_module(
     command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its arguments, and as the main module, which processes that it spawns import again."""
-    module = {"serve": "launch_server"}.get(command, command)
+    module = {"serve": "launch_server", "kernels": "kernels.compare"}.get(command, command)
     seen = {}
 
     def run_module(name: str, **how: object) -> None:

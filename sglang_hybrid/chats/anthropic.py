@@ -2,7 +2,7 @@
 answer's usage, and what differs from an earlier request.
 
 Source of the rules: Anthropic's documentation of prompt caching and of cache diagnostics, as of
-November 2026. SGLang's models of the requests have no such fields; patches 0040 and 0042 add them.
+November 2026. SGLang's models of the requests have no such fields; patch 0040 adds them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fields that patches 0040, 0042 and 0047 add to SGLang's models of requests.
+"""Fields that patch 0040 adds to SGLang's models of requests.
 
 Every process of SGLang imports those models, so this file imports nothing of ours.
 """

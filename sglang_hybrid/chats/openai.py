@@ -2,7 +2,7 @@
 what differs from an earlier request.
 
 Source of the rules: OpenAI's reference of prompt caching and of its diagnostics, as of November
-2026. SGLang's models of the requests have no such fields; patches 0040 and 0042 add them.
+2026. SGLang's models of the requests have no such fields; patch 0040 adds them.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def prefill(
         scan = _SCANS[save](states, inputs, chunk)
         writer = tracks.into(states)
         if save in (save_delta_states, save_kda_states):
-            chunks = writer.chunks()
+            chunks = writer.choose_chunks()
             assert chunks is not None, "states are wanted"
             scan |= {"chunk_states": chunks.states.zero_(), "rows": chunks.rows}
         launches["states inside the scan"] = lambda: writer.save(

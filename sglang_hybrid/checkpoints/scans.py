@@ -40,8 +40,7 @@ class Scan:
         copies_ends: whether states at the ends of sequences are copied from the live ones behind
             the scan, and a kernel writes those inside only: where the scan's chunk states may have
             the model's type, while live states have the pool's, and where it leaves no chunk
-            states. A kernel that takes states from the scan's asks for the pool's type
-            (`StateWriter.dtype`).
+            states.
         refused: names of switches of the backend; each that is on makes a prefill that leaves no
             states.
         in_float32: names of layers whose scan has queries, keys and values in float32, whatever

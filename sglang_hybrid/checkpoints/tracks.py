@@ -2,8 +2,9 @@
 
 `StateTracks` travels with SGLang's batch and says which states are wanted. `PrefillTracks` is made
 from it once per forward; every recurrent layer of the patched SGLang uses it
-(patches/sglang-0.5.23/0007). A state is the last K-1 inputs of the layer's convolution (its window)
-and the layer's matrix:
+(patches/sglang-0.5.23/0007). Between its `begin` and its scan the layer's `StateWriter` is kept
+here, and no function between the two passes it on. A state is the last K-1 inputs of the layer's
+convolution (its window) and the layer's matrix:
 
 * Windows are written before the convolution runs, from its inputs.
 * Matrices are written inside the scan: from its chunk states (``kernels/checkpoint_states.py``),
@@ -14,6 +15,7 @@ and the layer's matrix:
 Which layers do so, and how, is in ``scans.py``.
 """
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -43,6 +45,35 @@ class StateTracks:
     rows: list[int]
     positions: list[int]
     slots: Tensor
+
+    def for_layers(
+        self, backend: Any, forward_batch: Any, cache_indices: Tensor, cu_seqlens: Tensor
+    ) -> "PrefillTracks":
+        """The tracks of the layers of an SGLang ``ForwardBatch``.
+
+        cache_indices [S] are the physical slots of the batch's sequences and cu_seqlens [S + 1]
+        their bounds. Raises RuntimeError if the linear-attention ``backend`` is one that would not
+        write them.
+        """
+        scan = find_scan(backend)
+        if scan is None:
+            raise RuntimeError(
+                f"{type(backend).__name__} cannot write states inside a prefill; ask "
+                "why_split() first and split the prefill instead."
+            )
+        slots = backend._translate_mamba_indices(self.slots)
+        if slots is not self.slots:  # one that was freed meanwhile is nowhere: row 0 is for padding
+            slots = slots.clamp(min=0)
+        return PrefillTracks(
+            self,
+            forward_batch.extend_prefix_lens_cpu,
+            forward_batch.extend_seq_lens_cpu,
+            slots,
+            cache_indices,
+            cu_seqlens,
+            every=scan.every,
+            copies_ends=scan.copies_ends,
+        )
 
 
 class PrefillTracks:
@@ -164,41 +195,48 @@ class PrefillTracks:
         return StateWriter(self, ssm_states)
 
     def begin(self, ssm_states: Tensor) -> None:
-        """Before a scan that writes to the slots its sequences start from. ssm_states: the layer's
-        pool [slots, ...]."""
+        """Before a scan, which gets its writer by `taken_writer`. ssm_states: the layer's pool
+        [slots, ...]."""
         if self._tails is not None:
             self._tails.begin(ssm_states)
+        _writer.set(self.into(ssm_states))
 
     def finish(
         self, ssm_states: Tensor, left: Tensor | None, kernel: Any, **inputs: Tensor
     ) -> None:
-        """The same behind the scan: `Tails.finish`, and states at the ends of sequences are copied
-        from the slots that these ended in.
+        """The same behind a scan that writes to the slots its sequences start from:
+        `Tails.finish`, and states at the ends of sequences are copied from the slots that these
+        ended in.
         """
+        _writer.set(None)
         if self._tails is not None:
             self._tails.finish(ssm_states, left, kernel, **inputs)
         ssm_states[self._end_slots] = ssm_states[self._end_state_indices]
 
 
-@dataclass(frozen=True)
+@dataclass
 class StateWriter:
-    """What a scan calls to leave states in one layer's pool."""
+    """What a scan calls to leave states in one layer's pool.
+
+    chosen: what the delta rule's scan was asked for, if it was.
+    """
 
     tracks: PrefillTracks
     pool: Tensor
+    chosen: "ChosenChunks | None" = None
 
-    def chunks(self) -> "ChosenChunks | None":
-        """The chunk states that the delta rule's scan shall leave beside its own, for `save`; None
-        if it takes no state from them.
+    def choose_chunks(self) -> "ChosenChunks | None":
+        """The chunk states that the delta rule's scan shall leave beside its own; None if it takes
+        no state from them.
         """
         chosen = self.tracks.chosen_chunks
-        if chosen is None:
-            return None
-        count, marks, rows = chosen
-        shape = (count, *self.pool.shape[1:])
-        return ChosenChunks(self.pool.new_empty(shape, dtype=torch.float32), marks, rows)
+        if chosen is not None:
+            count, marks, rows = chosen
+            states = self.pool.new_empty(count, *self.pool.shape[1:], dtype=torch.float32)
+            self.chosen = ChosenChunks(states, marks, rows)
+        return self.chosen
 
-    def save(self, kernel: Save, **scan: Tensor | float | None) -> None:
+    def save(self, kernel: Save, **scan: Any) -> None:
         """Write states by a kernel of ``kernels/checkpoint_states.py``, from what the scan holds:
         the kernel's own keywords, chunk states and all.
 
@@ -206,6 +244,23 @@ class StateWriter:
         left to `PrefillTracks.finish`, which copies the live ones.
         """
         kernel(self.pool, self.tracks.saved, **scan)
+
+    def save_ssd(self, **scan: Any) -> None:
+        """`save` states of Mamba2."""
+        self.save(checkpoint_states.save_ssd_states, **scan)
+
+    def save_delta(self, **scan: Any) -> None:
+        """`save` states of a gated delta net, from the chunks that it was asked for."""
+        self._save_chosen(checkpoint_states.save_delta_states, **scan)
+
+    def save_kda(self, **scan: Any) -> None:
+        """`save` states of KDA, from the chunks that it was asked for."""
+        self._save_chosen(checkpoint_states.save_kda_states, **scan)
+
+    def _save_chosen(self, kernel: Save, **scan: Any) -> None:
+        chunks = self.chosen
+        if chunks is not None:
+            self.save(kernel, chunk_states=chunks.states, rows=chunks.rows, **scan)
 
     def put(self, states: Tensor) -> None:
         """Write states [n, ...] of a scan that was asked for ``tracks.positions``."""
@@ -232,15 +287,6 @@ class ChosenChunks:
     states: Tensor
     marks: Tensor
     rows: Tensor
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """For SGLang's ``chunk_gated_delta_rule_fwd_h``, as patched."""
-        return {
-            "track_state": self.states,
-            "track_chunk_idx": self.marks,
-            "track_rows": True,
-        }
 
 
 @dataclass(frozen=True)
@@ -318,32 +364,21 @@ def check(tracks: StateTracks, prefix_lens: list[int], extend_lens: list[int]) -
             )
 
 
-def prefill_tracks(
-    backend: Any, forward_batch: Any, cache_indices: Tensor, cu_seqlens: Tensor
-) -> PrefillTracks:
-    """The tracks of an SGLang ``ForwardBatch`` that has ``state_tracks``, for its layers.
+_writer: ContextVar[StateWriter | None] = ContextVar("_writer", default=None)
+"""Of the layer whose scan comes next, and None outside of layers that leave states."""
 
-    cache_indices [S] are the physical slots of the batch's sequences and cu_seqlens [S + 1] their
-    bounds. Raises RuntimeError if the linear-attention ``backend`` is one that would not write
-    them.
+
+def taken_writer() -> StateWriter | None:
+    """The writer of the layer whose scan asks, once: None if it leaves no states."""
+    writer = _writer.get()
+    if writer is not None:
+        _writer.set(None)
+    return writer
+
+
+def wanted_chunks() -> ChosenChunks | None:
+    """`ChosenChunks` of the layer whose delta rule's scan asks, before it takes the writer; None if
+    it leaves no states.
     """
-    scan = find_scan(backend)
-    if scan is None:
-        raise RuntimeError(
-            f"{type(backend).__name__} cannot write states inside a prefill; ask "
-            "why_split() first and split the prefill instead."
-        )
-    tracks: StateTracks = forward_batch.state_tracks
-    slots = backend._translate_mamba_indices(tracks.slots)
-    if slots is not tracks.slots:  # one that was freed meanwhile is nowhere: row 0 is for padding
-        slots = slots.clamp(min=0)
-    return PrefillTracks(
-        tracks,
-        forward_batch.extend_prefix_lens_cpu,
-        forward_batch.extend_seq_lens_cpu,
-        slots,
-        cache_indices,
-        cu_seqlens,
-        every=scan.every,
-        copies_ends=scan.copies_ends,
-    )
+    writer = _writer.get()
+    return None if writer is None else writer.choose_chunks()

@@ -154,7 +154,7 @@ class Need(Enum):
 
     # Conveniences.
     REPORTS = _Needed("reports of the cache in answers and /server_info")
-    CHECKS = _Needed("requests that are refused in a sentence before a scheduler sees them")
+    CHECKS = _Needed("requests that are refused in a sentence, as their clients know them")
     SCHEDULERS_GO_ON = _Needed("schedulers that go on after a request that cannot be done")
     STARTS = _Needed("starts that fail in a sentence")
     PROMPTS = _Needed(
@@ -162,24 +162,19 @@ class Need(Enum):
         flag="--hybrid-prewarm and --hybrid-ui",
         asks=lambda _, ours: bool(ours.hybrid_prewarm) or ours.hybrid_ui is not Ui.OFF,
     )
+    CLIENTS = _Needed(
+        "what clients of others send: keys in x-api-key, the model name `default`, and first lines "
+        "that change with every request"
+    )
     LONG_REQUESTS = _Needed("short requests that do not wait for long ones")
-    SPEEDS = _Needed("measured speeds of prefills")
-    RANKING = _Needed("rankings of the queue that look up only what changed")
+    SPEEDS = _Needed("measured speeds of prefills, and times of arrival")
+    QUICKER = _Needed("quicker schedulers, frees of KV slots, logits on a CPU, checks of token ids")
     PENALTIES = _Needed("penalties that count each token once")
     GRAMMARS = _Needed("a bound on the grammars that are kept")
     CLOSED_SESSIONS = _Needed("closed sessions as a hint to the cache")
     DATA_PARALLEL = _Needed("prompts that go to the data-parallel rank that has their prefix")
     ONE_SLOT = _Needed("--mamba-radix-cache-strategy no_buffer beside the overlap scheduler")
-    FREED_SLOTS = _Needed("quicker frees of KV slots")
-    CPU_LOGITS = _Needed("quicker logits on a CPU")
-    ARRIVALS = _Needed("times of arrival in what is learnt of returns")
-    TOKEN_IDS = _Needed("quicker checks of token ids")
-    CLIENT_LINES = _Needed("hits of chats whose first line changes with every request")
-    DEFAULT_MODEL = _Needed("the model name `default` in /v1/responses")
     ENDS = _Needed("servers that end quickly, and leave nothing behind")
-    X_API_KEY = _Needed("keys in the header x-api-key")
-    REQUEST_IDS = _Needed("errors that name an id in use as its client knows it")
-    LOGGED_REQUESTS = _Needed("--log-requests beside token ids that cannot be decoded")
 
     @property
     def what(self) -> str:

@@ -174,10 +174,8 @@ def give_sconv_tracks(_: None, backend: Any, forward: Any, *__: Any, **___: Any)
     its metadata by itself, without that of SGLang's other recurrent layers.
     """
     if getattr(forward, "state_tracks", None) is not None:
-        from sglang_hybrid.checkpoints.tracks import prefill_tracks
-
         meta = backend.sconv_metadata
-        backend.forward_metadata.state_tracks = prefill_tracks(
+        backend.forward_metadata.state_tracks = forward.state_tracks.for_layers(
             backend, forward, meta.cache_indices, meta.query_start_loc
         )
 

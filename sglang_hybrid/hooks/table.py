@@ -43,7 +43,7 @@ HOOKS: tuple[Hook, ...] = (
             "SchedulePolicy._compute_prefix_matches",
             _BEFORE,
             scheduling.rank_what_changed,
-            Need.RANKING,
+            Need.QUICKER,
         ),
     ),
     *_in(
@@ -179,7 +179,7 @@ HOOKS: tuple[Hook, ...] = (
     # Pools: their sizes and classes.
     *_in(
         "sglang.srt.mem_cache.allocator.token",
-        ("TokenToKVPoolAllocator", _REPLACE, pools.keep_freed_slots, Need.FREED_SLOTS),
+        ("TokenToKVPoolAllocator", _REPLACE, pools.keep_freed_slots, Need.QUICKER),
     ),
     *_in(
         "sglang.srt.mem_cache.pool_host.mha",
@@ -229,7 +229,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     *_in(
         "sglang.srt.layers.logits_processor",
-        ("LogitsProcessor._compute_lm_head", _AROUND, models.multiply_by_lm_head, Need.CPU_LOGITS),
+        ("LogitsProcessor._compute_lm_head", _AROUND, models.multiply_by_lm_head, Need.QUICKER),
     ),
     *_in(
         "sglang.srt.model_executor.model_runner_components.layer_setup",
@@ -242,12 +242,12 @@ HOOKS: tuple[Hook, ...] = (
     # Serving: requests, keys, and how a server ends.
     *_in(
         "sglang.srt.observability.req_time_stats",
-        ("APIServerReqTimeStats.__getstate__", _AFTER, serving.send_arrival, Need.ARRIVALS),
-        ("DPControllerReqTimeStats.__getstate__", _AFTER, serving.send_arrival, Need.ARRIVALS),
+        ("APIServerReqTimeStats.__getstate__", _AFTER, serving.send_arrival, Need.SPEEDS),
+        ("DPControllerReqTimeStats.__getstate__", _AFTER, serving.send_arrival, Need.SPEEDS),
     ),
     *_in(
         "sglang.api.v1.api_types",
-        ("decode_TokenIds", _AROUND, serving.take_token_ids, Need.TOKEN_IDS),
+        ("decode_TokenIds", _AROUND, serving.take_token_ids, Need.QUICKER),
     ),
     *_in(
         "sglang.srt.entrypoints.openai.serving_chat",
@@ -261,13 +261,13 @@ HOOKS: tuple[Hook, ...] = (
             "OpenAIServingChat._apply_jinja_template",
             _BEFORE,
             serving.leave_out_changing_lines,
-            Need.CLIENT_LINES,
+            Need.CLIENTS,
         ),
         (
             "OpenAIServingChat._apply_conversation_template",
             _BEFORE,
             serving.leave_out_changing_lines,
-            Need.CLIENT_LINES,
+            Need.CLIENTS,
         ),
         (
             "OpenAIServingChat.apply_reasoning_enabled",
@@ -291,7 +291,7 @@ HOOKS: tuple[Hook, ...] = (
             "OpenAIServingResponses._validate_model",
             _BEFORE,
             serving.take_default_model,
-            Need.DEFAULT_MODEL,
+            Need.CLIENTS,
         ),
     ),
     *_in(
@@ -308,12 +308,12 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.utils.auth",
         ("_get_auth_level_from_app_and_scope", _BEFORE, serving.with_all_routes, Need.CACHE),
         ("app_has_admin_force_endpoints", _BEFORE, serving.with_all_routes, Need.CACHE),
-        ("add_api_key_middleware", _AFTER, serving.take_x_api_key, Need.X_API_KEY),
+        ("add_api_key_middleware", _AFTER, serving.take_x_api_key, Need.CLIENTS),
     ),
     *_in(
         "sglang.srt.managers.tokenizer_manager",
         ("TokenizerManager.sigterm_watchdog", _AROUND, serving.end_on_signal, Need.ENDS),
-        ("TokenizerManager._init_req_state", _BEFORE, serving.refuse_used_ids, Need.REQUEST_IDS),
+        ("TokenizerManager._init_req_state", _BEFORE, serving.refuse_used_ids, Need.CHECKS),
         ("TokenizerManager.convert_to_span_attrs", _AFTER, serving.tell_span, Need.REPORTS),
         ("TokenizerManager._send_one_request", _AROUND, serving.send_prompts, Need.PROMPTS),
         ("TokenizerManager._send_batch_request", _AROUND, serving.send_prompts, Need.PROMPTS),
@@ -334,7 +334,7 @@ HOOKS: tuple[Hook, ...] = (
             "RequestLogger.log_received_request",
             _AROUND,
             serving.log_what_can_be,
-            Need.LOGGED_REQUESTS,
+            Need.CHECKS,
         ),
     ),
     *_in(

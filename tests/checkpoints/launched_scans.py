@@ -161,6 +161,7 @@ def check_mamba2(resumed: bool) -> None:
             batch.cu_seqlens, CHUNK, tokens
         )
     lengths = batch.cu_seqlens.diff()
+    batch.tracks.begin(batch.pool)
     _, final, _ = mamba_chunk_scan_combined(
         x,
         dt,
@@ -180,7 +181,6 @@ def check_mamba2(resumed: bool) -> None:
         state_dtype=torch.float32,
         return_varlen_states=True,
         return_track_states=True,
-        state_writer=batch.tracks.into(batch.pool),
     )
     batch.pool[batch.owners] = final
     for s, (a, b) in enumerate(pairwise(batch.bounds)):
@@ -197,6 +197,7 @@ def check_gated_delta_net(dtype: torch.dtype, close: float, key_heads: int, size
     q, k = torch.randn(2, 1, tokens, key_heads, size).to(dtype)
     v = torch.randn(1, tokens, HEADS, WIDTH).to(dtype)
     g, beta = -torch.rand(1, tokens, HEADS), torch.rand(1, tokens, HEADS).to(dtype)
+    batch.tracks.begin(batch.pool)
     output, _, _ = chunk_gated_delta_rule(
         q,
         k,
@@ -207,7 +208,6 @@ def check_gated_delta_net(dtype: torch.dtype, close: float, key_heads: int, size
         initial_state_indices=batch.owners.int(),
         cu_seqlens=batch.cu_seqlens,
         use_qk_l2norm_in_kernel=True,
-        state_writer=batch.tracks.into(batch.pool),
     )
     batch.tracks.finish(batch.pool, None, None)
     check_delta(batch, output, (q, k, v, g, beta), close)
@@ -220,6 +220,7 @@ def check_kda(dtype: torch.dtype, close: float) -> None:
     q, k, raw = torch.randn(3, 1, tokens, HEADS, SIZE).to(dtype)
     v, b = torch.randn(1, tokens, HEADS, WIDTH).to(dtype), torch.randn(1, tokens, HEADS).to(dtype)
     A_log, dt_bias = torch.rand(HEADS), torch.randn(HEADS, SIZE) - 2
+    batch.tracks.begin(batch.pool)
     output = kda.chunk_kda(
         q,
         k,
@@ -233,7 +234,6 @@ def check_kda(dtype: torch.dtype, close: float) -> None:
         A_log=A_log,
         dt_bias=dt_bias.flatten(),
         beta_is_raw=True,
-        state_writer=batch.tracks.into(batch.pool),
     )
     batch.tracks.finish(batch.pool, None, None)
     g = -A_log.exp()[:, None] * torch.nn.functional.softplus(raw.float() + dt_bias)
@@ -311,13 +311,13 @@ def check_that_nothing_is_rounded_on_its_way(dtype: torch.dtype) -> None:
         for tokens in (64, 70):
             batch = Batch([tokens], [64], (HEADS, SIZE, SIZE), copies_ends=True)
             batch.pool[batch.owners] = 0
+            batch.tracks.begin(batch.pool)
             scan(
                 tokens,
                 batch.pool,
                 initial_state_indices=batch.owners.int(),
                 cu_seqlens=batch.cu_seqlens,
                 use_qk_l2norm_in_kernel=True,
-                state_writer=batch.tracks.into(batch.pool),
             )
             batch.tracks.finish(batch.pool, None, None)
             left.append(batch.pool[batch.slots[batch.asked.index((0, 64))]])

@@ -45,7 +45,6 @@ from sglang_hybrid.checkpoints.scans import SCANS, Scan, name_of, why_split
 from sglang_hybrid.checkpoints.tracks import (
     PrefillTracks,
     StateTracks,
-    prefill_tracks,
 )
 from tests.checkpoints.layers import (
     CHUNK,
@@ -201,7 +200,8 @@ def test_a_row_outside_the_batch_is_refused(row: int) -> None:
 
 def test_another_backend_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"SimpleNamespace cannot write .* split"):
-        prefill_tracks(SimpleNamespace(), SimpleNamespace(), torch.empty(0), torch.empty(0))
+        wanted = StateTracks([0], [1], torch.tensor([1]))
+        wanted.for_layers(SimpleNamespace(), SimpleNamespace(), torch.empty(0), torch.empty(0))
 
 
 def test_no_state_at_all_is_refused() -> None:

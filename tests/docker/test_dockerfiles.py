@@ -39,6 +39,7 @@ def test_a_lock_is_installed_with_its_hashes(dockerfile: Path) -> None:
     assert {f"!requirements/{name}" for name in re.findall(r"\w+\.lock", " ".join(locks))} <= {
         *sent
     }
+    assert {"!pyproject.toml", "!setup.py", "!README.md", "!LICENSE"} <= {*sent}  # of our package
     built = [command for command in commands if re.search(r"pip wheel|/src *$", command)]
     assert built and all("--no-build-isolation" in command for command in built)
 

@@ -167,13 +167,16 @@ def test_pods_are_not_root_and_say_what_they_need() -> None:
     for pod, container in pods():
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == 10001
+        assert pod["automountServiceAccountToken"] is False
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
         assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
         mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
         volumes = {each["name"]: each for each in pod["volumes"]}
+        assert "emptyDir" in volumes[mounted["/tmp"]]
         assert volumes[mounted["/run/keys"]]["secret"]["secretName"] == "sglang-hybrid"
         if "router" not in container["image"]:
             assert volumes[mounted["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
@@ -186,3 +189,55 @@ def test_servers_publish_where_a_router_reads() -> None:
         config = json.loads(arguments[arguments.index("--kv-events-config") + 1])
         assert config == {"publisher": "zmq", "endpoint": "tcp://*:5557"}
         assert "--enable-metrics" in arguments
+
+
+def test_a_model_of_the_hub_may_want_a_token() -> None:
+    (server,) = [one for pod, one in pods() if "router" not in one["image"]]
+    (token,) = [each["valueFrom"] for each in server["env"] if each["name"] == "HF_TOKEN"]
+    assert token["secretKeyRef"] == {"name": "sglang-hybrid", "key": "hf-token", "optional": True}
+
+
+def test_a_node_that_is_drained_ends_one_of_each_at_a_time() -> None:
+    budgets = [each["spec"] for each in resources() if each["kind"] == "PodDisruptionBudget"]
+    replicated = [each["spec"] for each in resources() if "template" in each["spec"]]
+    assert [each["selector"] for each in budgets] == [each["selector"] for each in replicated]
+    assert all(each["maxUnavailable"] == 1 for each in budgets)
+    assert all(each["replicas"] == 2 for each in replicated)
+
+
+def test_a_gpu_is_added_to_the_server_of_both_compose_files() -> None:
+    (name, added), *others = yaml.safe_load(COMPOSE.with_name("gpu.yaml").read_text())[
+        "services"
+    ].items()
+    assert others == [] and (ROOT / added["build"]["dockerfile"]).exists()
+    (device,) = added["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    for file in (COMPOSE, COMPOSE.with_name("compose.yaml")):
+        server = yaml.safe_load(file.read_text())["services"][name]
+        assert server["build"]["context"] == ".." and "shm_size" in added
+
+
+def test_caches_of_the_base_are_found_beside_what_is_compiled_later(tmp_path: Path) -> None:
+    base, home = tmp_path / "root" / ".cache", tmp_path / "volume"
+    old, new = base / "kernels" / "old", base / "kernels" / "new"
+    old.parent.mkdir(parents=True)
+    old.write_text("of an older image")
+    home.mkdir()
+    script = COMPOSE.with_name("with_caches.sh")
+
+    def start() -> str:
+        command = [
+            "sh",
+            script,
+            base,
+            "sh",
+            "-c",
+            "ls $HOME/.cache/kernels $XDG_CACHE_HOME/kernels",
+        ]
+        environment = {"PATH": "/usr/bin:/bin", "HOME": str(home), "XDG_CACHE_HOME": f"{home}/xdg"}
+        return subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+
+    assert start().split().count("old") == 2
+    (home / ".cache" / "kernels" / "ours").write_text("compiled here")
+    old.rename(new)
+    assert start().split()[1:3] == ["new", "ours"] and (home / "xdg/kernels/new").samefile(new)

@@ -70,7 +70,7 @@ def with_another_hunk(patch: FilePatch, need: Need, text: str, *, runs: bool = T
     others = {line for one in patch.diffs if one.needed_for is not need for line in _before(one)}
     mine = {line for one in patch.diffs if one.needed_for is need for line in _before(one)}
     for at, line in enumerate(lines):
-        is_code = line.strip(" )]}") and not line.lstrip().startswith("#")
+        is_code = line.strip(" )]}") and "#" not in line
         if is_code and line in mine - others and lines.count(line) == 1:
             if not runs:
                 return "\n".join([*lines[:at], line + " changed", *lines[at + 1 :]])

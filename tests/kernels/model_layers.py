@@ -144,7 +144,7 @@ def prefill(
         )
         return
     if layer.chunk is None:
-        chosen = writer.chunks()
+        chosen = writer.choose_chunks()
         if chosen is None:  # the scan has nothing to write
             return
         writer.save(

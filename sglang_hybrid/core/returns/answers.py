@@ -73,12 +73,13 @@ def features_of(answer: npt.ArrayLike) -> Features:
     first = ids[:TOKENS_AT_EACH_END] * np.uint32(2) + np.uint32(1)
     last = ids[-TOKENS_AT_EACH_END:] * np.uint32(2)
     mixed = np.concatenate([first, last]) * np.uint32(2654435761)
-    features = (mixed >> np.uint32(32 - WEIGHT_BITS)).astype(np.uint16)
+    features: Features = (mixed >> np.uint32(32 - WEIGHT_BITS)).astype(np.uint16)
     features.sort()
     first_of_its_kind = np.empty(len(features), dtype=np.bool_)
     first_of_its_kind[:1] = True
     np.not_equal(features[1:], features[:-1], out=first_of_its_kind[1:])
-    return features[first_of_its_kind]
+    unique: Features = features[first_of_its_kind]
+    return unique
 
 
 def bucket_of(expected: float | None, wait: float | None = None) -> int:

@@ -73,7 +73,7 @@ class ReuseIndex:
         self.version = 0  # of the table: weights of different versions do not compare
         self._per_unit = 1 / unit
         # upper ends of the age bins
-        self._edges: FloatArray = unit * 2.0 ** np.arange(1.0, BINS + 1)
+        self._edges: FloatArray = np.ldexp(unit, np.arange(1, BINS + 1))
         self._cuts = self._edges[:-1]
         self._cut_list = self._cuts.tolist()
         self._seen = SeenClasses()
@@ -306,7 +306,8 @@ class ReuseIndex:
     def _bins(self, ages: FloatArray) -> IntArray:
         """`_bin` of each; of many it is the exponent in units, much faster than a search."""
         if len(ages) < SEARCHED:
-            return self._cuts.searchsorted(ages, "right")
+            found: IntArray = self._cuts.searchsorted(ages, "right")
+            return found
         bins: IntArray = np.frexp(np.maximum(ages, 0.0) * self._per_unit)[1]
         np.maximum(bins, 1, out=bins)
         np.minimum(bins, BINS, out=bins)

@@ -6,12 +6,13 @@ for; the arithmetic is in ``sglang_hybrid.kernels.gated_delta_rule``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from sglang_hybrid.checkpoints.tracks import StateWriter, taken_writer
 from sglang_hybrid.extensions.cpu.ops.states import (
     advance,
     advance_drafts,
@@ -23,9 +24,6 @@ from sglang_hybrid.kernels.gated_delta_rule import (
     gated_delta_rule_prefill,
     gated_delta_rule_step,
 )
-
-if TYPE_CHECKING:
-    from sglang_hybrid.checkpoints.tracks import StateWriter
 
 CHUNK = 64
 """Tokens between two of the states that ``chunk_gated_delta_rule`` returns (fla's CHUNK_SIZE)."""
@@ -61,7 +59,6 @@ def chunk_gated_delta_rule(
     head_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     inplace_update: bool = True,
-    state_writer: StateWriter | None = None,
 ) -> tuple[Tensor, None, Tensor]:
     """Prefill of a packed batch: (o [1, T, Hv, Dv], None, states at chunk starts).
 
@@ -70,8 +67,8 @@ def chunk_gated_delta_rule(
     with ``inplace_update``, leaves its final state there; a negative slot means zeros and nothing
     left.
     The states [1, chunks, Hv, Dv, Dk] (float32) are those in front of every 64th token of each
-    sequence, sequence after sequence; none where SGLang will not read them. ``state_writer`` gets
-    the states that it is for.
+    sequence, sequence after sequence; none where SGLang will not read them. The layer's
+    `StateWriter`, if there is one, gets the states that it is for.
     """
     if cu_seqlens is None or initial_state is None or initial_state_indices is None or head_first:
         raise ValueError(
@@ -87,7 +84,7 @@ def chunk_gated_delta_rule(
         l2norm=use_qk_l2norm_in_kernel,
         grid=is_grid_read(),
         inplace_update=inplace_update,
-        state_writer=state_writer,
+        state_writer=taken_writer(),
     )
     return o[None], None, h[None]
 

@@ -6,17 +6,15 @@ for; the arithmetic is in ``sglang_hybrid.kernels.gated_delta_rule``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from sglang_hybrid.checkpoints.tracks import taken_writer
 from sglang_hybrid.extensions.cpu.ops.gated_delta import read_drafts, scan, step
 from sglang_hybrid.extensions.cpu.ops.tracking import is_grid_read
-
-if TYPE_CHECKING:
-    from sglang_hybrid.checkpoints.tracks import StateWriter
 
 THRESHOLD = 20.0
 """Input of softplus from which on SGLang's kernels take it for its result."""
@@ -59,7 +57,6 @@ def chunk_kda(
     beta_is_raw: bool = False,
     chunk_indices: Tensor | None = None,
     chunk_offsets: Tensor | None = None,
-    state_writer: StateWriter | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Prefill of a packed batch: o [1, T, H, Dv], and with ``output_intermediate_states`` the
     states in front of every 64th token, too, [1, chunks, H, Dv, Dk] (float32).
@@ -86,7 +83,7 @@ def chunk_kda(
         scale=scale,
         l2norm=use_qk_l2norm_in_kernel,
         grid=is_grid_read() and (output_intermediate_states or track_state is not None),
-        state_writer=state_writer,
+        state_writer=taken_writer(),
     )
     if track_state is not None and track_chunk_idx is not None:
         first = 0

@@ -7,12 +7,12 @@ Each function keeps the name, the parameters and the in-place effects of the ker
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from sglang_hybrid.checkpoints.tracks import taken_writer
 from sglang_hybrid.extensions.cpu.ops import draft_trees
 from sglang_hybrid.extensions.cpu.ops.states import (
     advance,
@@ -28,9 +28,6 @@ from sglang_hybrid.kernels.ssd import (
     ssd_prefill,
     step_inputs,
 )
-
-if TYPE_CHECKING:
-    from sglang_hybrid.checkpoints.tracks import StateWriter
 
 PAD_SLOT_ID = -1
 
@@ -186,7 +183,6 @@ def mamba_chunk_scan_combined(
     return_track_states: bool = False,
     track_seq_idx: Tensor | None = None,
     track_end_locs: Tensor | None = None,
-    state_writer: StateWriter | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Mamba2 prefill: (states on SGLang's grid, final states, tracked states); y goes to ``out``.
 
@@ -201,7 +197,7 @@ def mamba_chunk_scan_combined(
     * tracked [1, n, H, P, N]: the state of sequence ``track_seq_idx[i]`` when the packed batch has
       been read up to ``track_end_locs[i]``; None if nothing is tracked.
 
-    ``state_writer`` gets the states that it is for.
+    The layer's `StateWriter`, if there is one, gets the states that it is for.
 
     This is the varlen call that ``MambaMixer2`` makes; anything else raises ValueError.
     """
@@ -218,6 +214,7 @@ def mamba_chunk_scan_combined(
     if track_seq_idx is not None and track_end_locs is not None:
         pairs = zip(track_seq_idx.tolist(), track_end_locs.tolist(), strict=True)
         tracked = [(s, end - bounds[s]) for s, end in pairs]
+    state_writer = taken_writer()
     written = state_writer.tracks.positions if state_writer else ()
     done = ssd_prefill(
         x[0],

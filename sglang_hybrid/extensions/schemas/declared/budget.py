@@ -152,7 +152,8 @@ class _Chooser:
         return self._ends[key]
 
     def _shifted(self, values: Values, units: int, gain: int) -> Values:
-        return np.concatenate([np.full(units, -np.inf), values + gain])[: self._units + 1]
+        shifted: Values = np.concatenate([np.full(units, -np.inf), values + gain])
+        return shifted[: self._units + 1]
 
     def _together(self, one: Values, other: Values) -> Values:
         """The best sums of two values by units spent on both."""

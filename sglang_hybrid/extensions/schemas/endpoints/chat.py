@@ -1,6 +1,6 @@
 """`prompt_schema` of a chat completion: modules of a schema stand before the chat's messages.
 
-The chat template writes the whole chat (patch 0047). While it does, each message of the schema
+The chat template writes the whole chat (patch 0040). While it does, each message of the schema
 holds a mark in place of its text, so that all that the template writes around it is known, with
 tools and whatever else the request asks of it. Then the texts of the modules are tokenized apart,
 as in `/generate`, and so is what stands behind the schema's messages.
