@@ -245,8 +245,8 @@ def test_a_replay_says_what_more_memory_would_hit() -> None:
     view._what_if._thread.join()
     told = view.try_others(WhatIfReq())
     assert told.state == "done", told.told
-    assert [row[1] for row in told.rows] == [0.5, 1, 2, 4, 0] * 2
-    assert {row[0] for row in told.rows} == {"reuse", "lru"}
+    assert [row[1] for row in told.rows] == [0.5, 1, 2, 4, 0] * 3
+    assert list(dict.fromkeys(row[0] for row in told.rows)) == ["reuse", "sglang", "lru"]
     shares = {(row[0], row[1]): row[3] for row in told.rows}
     assert shares["lru", 0.5] < shares["lru", 4] <= shares["lru", 0]
     assert told.rows[2][2] == 2 * told.rows[1][2]
