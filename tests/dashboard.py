@@ -35,15 +35,16 @@ def metrics() -> set[str]:
         name
         for expressions in queries().values()
         for expression in expressions
-        for name in _selected(promql_parser.parse(expression))
+        for name in selected(promql_parser.parse(expression))
     }
 
 
-def _selected(node: Any) -> set[str]:
+def selected(node: Any) -> set[str]:
+    """Names of the time series that a parsed query asks for."""
     if isinstance(node, promql_parser.VectorSelector):
         return {node.name}
     if isinstance(node, promql_parser.MatrixSelector):
-        return _selected(node.vector_selector)
+        return selected(node.vector_selector)
     below = [getattr(node, part, None) for part in ("expr", "lhs", "rhs")]
     below += getattr(node, "args", None) or []
-    return set().union(*(_selected(part) for part in below if part is not None))
+    return set().union(*(selected(part) for part in below if part is not None))

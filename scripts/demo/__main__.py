@@ -208,7 +208,12 @@ def main() -> int:
     port = whole(1, LAST_PORT)
     parser.add_argument("--port", type=port, default=30000, help="of the server with our cache")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="the table, as JSON")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="of the page, at the end")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE.png",
+        help="of the page, at the end; beside it an empty, a dark and a phone's",
+    )
     options = parser.parse_args()
     for name in ("output", "picture"):
         file = getattr(options, name)

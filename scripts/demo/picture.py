@@ -1,4 +1,4 @@
-"""A picture of the page after the traffic, for the documents. It takes a browser."""
+"""Pictures of the page before and after the traffic, for the documents. They take a browser."""
 
 from __future__ import annotations
 
@@ -17,17 +17,24 @@ def browser() -> str | None:
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
+PHONE = {"width": 390, "height": 844}
+
+EMPTY, DARK, ON_A_PHONE = "empty", "dark", "phone"
+"""What is added to the name of the file: `page-empty.png` beside `page.png`."""
+
+
 @contextmanager
 def picture(url: str, file: Path | None) -> Iterator[None]:
-    """The page at `url` is open while the block runs, and `file` gets a picture of it at its end;
-    nothing without a file.
+    """The page at `url` is open while the block runs. `file` gets a picture of it at its end, and
+    files beside it one of the empty page, a dark one, and one of a phone; nothing without a file.
     """
     if file is None:
         yield
         return
-    ends = threading.Event()
-    opened = threading.Thread(target=_watch, args=(url, file, ends))
+    begun, ends = threading.Event(), threading.Event()
+    opened = threading.Thread(target=_watch, args=(url, file, begun, ends))
     opened.start()
+    begun.wait()
     try:
         yield
     finally:
@@ -35,19 +42,41 @@ def picture(url: str, file: Path | None) -> Iterator[None]:
         opened.join()
 
 
-def _watch(url: str, file: Path, ends: threading.Event) -> None:
+def _watch(url: str, file: Path, begun: threading.Event, ends: threading.Event) -> None:
     """Playwright's browser belongs to one thread."""
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright:
-        shell = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
-        page = shell.new_page(viewport=SIZE)  # type: ignore[arg-type]
-        page.goto(url)
-        while not ends.is_set():
-            page.wait_for_timeout(200)
-        page.focus("#tree")
-        for _ in range(3):
-            page.keyboard.press("ArrowRight")
-        page.wait_for_timeout(1_000)
-        page.screenshot(path=file)
-        shell.close()
+    def beside(what: str) -> Path:
+        return file.with_stem(f"{file.stem}-{what}")
+
+    try:
+        with sync_playwright() as playwright:
+            shell = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
+            page = shell.new_page(viewport=SIZE)  # type: ignore[arg-type]
+            page.goto(url)
+            page.wait_for_timeout(3_000)
+            page.screenshot(path=beside(EMPTY))
+            phone = shell.new_page(viewport=PHONE, device_scale_factor=2)  # type: ignore[arg-type]
+            phone.goto(url)
+            begun.set()
+            while not ends.is_set():
+                page.wait_for_timeout(200)
+            page.click("#what")
+            page.wait_for_timeout(20_000)  # for the replay
+            page.focus("#tree")
+            for _ in range(3):
+                page.keyboard.press("ArrowRight")
+            page.wait_for_timeout(1_000)
+            page.evaluate("scrollTo(0, 0)")
+            page.screenshot(path=file)
+            page.emulate_media(color_scheme="dark")
+            page.reload()
+            page.wait_for_timeout(5_000)
+            page.evaluate("scrollTo(0, 0)")
+            page.screenshot(path=beside(DARK))
+            phone.wait_for_timeout(1_000)
+            phone.locator("#requests").scroll_into_view_if_needed()
+            phone.screenshot(path=beside(ON_A_PHONE))
+            shell.close()
+    finally:
+        begun.set()

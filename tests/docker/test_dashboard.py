@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,8 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import CollectorRegistry
 
-from sglang_hybrid.core.memory.account import Account
-from sglang_hybrid.serving.telemetry.metric import Metrics
-from sglang_hybrid.serving.telemetry.metrics import cache_metrics, memory_metrics
 from tests.dashboard import DASHBOARD, DOCKER, metrics, panels
-from tests.serving.telemetry.test_metrics import Cache, shown
+from tests.docker.exported import exported
 from tests.serving.telemetry.test_metrics import registry as registry  # a fixture
 
 
@@ -57,16 +55,11 @@ def test_panels_have_their_own_number_and_place() -> None:
 
 def test_our_metrics_are_there(registry: CollectorRegistry) -> None:
     """Those of SGLang are looked for on a server, in tests/server/test_hybrid_cache.py."""
-    cache = Cache("marconi", 1.0, runs=1, failures=0, seconds=0.5, switches=0)
-    counted = cache_metrics(cache)
-    stats = cache.stats
-    stats.admitted["branch"] = stats.skipped["no_slot"] = stats.evicted["leaf"] = 1
-    counted.update()
-    Metrics(memory_metrics(Account(1)))
-    exported = {"sglang_hybrid:" + name.split("[")[0] for name in shown(registry)}
-    ours = {name for name in metrics() if name.startswith("sglang_hybrid:")}
-    assert len(ours) == 18
-    assert ours <= exported
+    ours = {name for name in metrics() if name.startswith("sglang_hybrid")}
+    assert {name.partition(":")[0] for name in ours} == {
+        *("sglang_hybrid", "sglang_hybrid_router", "sglang_hybrid_shadow")
+    }
+    assert ours <= exported(registry)
 
 
 def provisioned(name: str) -> Any:
@@ -96,6 +89,24 @@ def test_services_find_one_another() -> None:
 @pytest.mark.parametrize("source", MOUNTS.values())
 def test_what_is_mounted_is_there(source: str) -> None:
     assert source in COMPOSE["volumes"] or (DOCKER / source).exists()
+
+
+def test_a_prometheus_finds_the_alerts() -> None:
+    folder = str(Path(MOUNTS["/etc/prometheus/prometheus.yml"]).parent)
+    for name in PROMETHEUS["rule_files"]:
+        assert MOUNTS[f"/etc/prometheus/{name}"] == f"{folder}/{name}"
+
+
+@pytest.mark.parametrize("name", ["sglang_hybrid", "sglang_hybrid_router", "sglang"])
+def test_names_of_an_older_prometheus_become_ours(name: str) -> None:
+    """Which gets `_` for `:`; names that are right stay."""
+    wanted = f"{name}:in_step"
+    for found in (wanted, wanted.replace(":", "_")):
+        for rule in JOB["metric_relabel_configs"]:
+            to = re.sub(r"\$(\d)", r"\\\1", rule["replacement"])
+            matched = re.fullmatch(rule["regex"], found)
+            found = found if matched is None else matched.expand(to)
+        assert found == wanted
 
 
 def test_the_dashboard_and_the_image_are_found() -> None:

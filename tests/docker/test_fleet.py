@@ -150,6 +150,15 @@ def test_kubernetes_and_compose_wait_for_the_requests_of_what_they_end() -> None
                 assert int(service["stop_grace_period"].removesuffix("s")) >= usual
 
 
+def test_docker_waits_for_the_requests_of_a_server_as_the_pages_start_it() -> None:
+    least = HybridConfig().hybrid_drain_seconds + CLOSE_SECONDS
+    for page, starts in (("README.md", 1), ("docker/README.md", 2)):
+        found = re.findall(r"docker run (.*?)-p 30000:30000", (ROOT / page).read_text())
+        assert len(found) == starts
+        for options in found:
+            assert float(options.partition("--stop-timeout ")[2].split()[0]) >= least
+
+
 def test_probes_outlast_the_answer_of_a_healthy_server() -> None:
     """`/health` generates a token, which SGLang looks for after a second, and for 20."""
     for _, container in pods():

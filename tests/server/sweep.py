@@ -170,7 +170,7 @@ def client_requests(width: int) -> list[Right]:
             },
         ),
         _generate({"json_schema": json.dumps(ANSWER)}),
-        _generate({"regex": "[ab]+"}),
+        _generate({"regex": "[^\n]+\n"}),
         _generate({"ebnf": 'root ::= "a" | "b"'}),
         _generate(
             {

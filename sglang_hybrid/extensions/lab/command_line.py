@@ -26,7 +26,11 @@ from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab.runner import Job
-from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER, PrefillTime
+from sglang_hybrid.extensions.lab.simulation.prefill_time import (
+    PAPER,
+    PrefillTime,
+    at_papers_rate,
+)
 from sglang_hybrid.extensions.lab.simulation.replicas import ROUTERS
 from sglang_hybrid.extensions.lab.simulation.shared_store import StoreBudget
 from sglang_hybrid.extensions.lab.simulation.sizes import parse_bytes
@@ -216,7 +220,7 @@ def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
     tiers = _tiers(options, cost)
     budgets = _budgets(options, cost) if tiers is None else [None]
     policies = options.policy or specs(_default_policies(options))
-    time = _time(options)
+    time = _time(options, cost)
     serving = _serving(options)
     routings = _routings(options, policies)
     least = options.min_branch_tokens
@@ -269,10 +273,12 @@ def _default_policies(options: argparse.Namespace) -> str:
     return DEFAULT_POLICIES if options.tiers is None else TIER_POLICIES
 
 
-def _time(options: argparse.Namespace) -> PrefillTime | None:
+def _time(options: argparse.Namespace, cost: CostModel) -> PrefillTime | None:
     """How long prefills take; None: each request is served at once."""
+    if options.prefill is None and not options.instant:
+        return PAPER if options.model is None else at_papers_rate(cost)
     if options.prefill is None:
-        return None if options.instant else PAPER
+        return None
     if options.instant:
         raise UsageError("--instant has no time: leave out --prefill")
     return PrefillTime.read(options.prefill)

@@ -2,7 +2,7 @@
 
 A server writes finished requests into a recording (`--hybrid-record`); this program reads the lines
 as they come, and serves each request to a simulated cache of every policy, without a model. It runs
-beside the server, which knows nothing of it.
+beside the server, which knows nothing of it. What the server itself hit is in the recording.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ as they arrived, as a replay of the whole file serves them; one that takes longe
 STEP_SECONDS: Final = 1.0
 """Between two looks at the file."""
 
-POLICIES: Final = "sglang,lru,reuse"
-"""What is followed where no policy is named."""
+POLICIES: Final = "sglang,lru"
+"""What is followed where no policy is named: what the server has is in the recording."""
+
+SERVED: Final = "served"
+"""The name of what the server did hit, beside the policies."""
 
 FORESEEING: Final = ("clairvoyant", HINDSIGHT)
 """Policies that need the whole trace before its first request."""
@@ -61,35 +64,33 @@ LONGEST_LINE: Final = 64 << 20
 
 @dataclass
 class Shadow:
-    """One policy. requests, tokens, hit: served, their prompt tokens, and those that it hit; today:
-    the tokens of the day, and those that it hit.
+    """One policy, or with SERVED as its name the server itself. requests, tokens, hit: how many
+    there were, their prompt tokens, and those that it hit; today: the tokens of the day, and those
+    that it hit.
     """
 
-    job: Job
+    name: str
     requests: int = 0
     tokens: int = 0
     hit: int = 0
     today: list[int] = field(default_factory=lambda: [0, 0])
 
-    def __post_init__(self) -> None:
-        it = self.job
-        self._cache = it.spec.build(
-            Setting(it.cost, it.budget, (), it.min_branch_tokens, it.serving)
-        )
-
-    @property
-    def name(self) -> str:
-        """The policy, with the size of its cache where that is one number."""
-        budget = self.job.budget
-        return f"{self.job.name} {budget / 1e9:g}GB" if isinstance(budget, int) else self.job.name
-
-    def serve(self, request: Request) -> None:
-        outcome = self._cache.serve(request)
+    def count(self, tokens: int, hit: int) -> None:
         self.requests += 1
-        self.tokens += outcome.input_len
-        self.hit += outcome.hit_len
-        self.today[0] += outcome.input_len
-        self.today[1] += outcome.hit_len
+        self.tokens += tokens
+        self.hit += hit
+        self.today[0] += tokens
+        self.today[1] += hit
+
+
+@dataclass
+class Arrival:
+    """A request of the recording, and the tokens that the server hit of it, None if that is not
+    told.
+    """
+
+    request: Request
+    hit: int | None
 
 
 class ShadowMetrics(Collector):
@@ -130,57 +131,73 @@ def follow(
             raise UsageError("--follow is for one cache without tiers")
         if job.spec.name in FORESEEING:
             raise UsageError(f"--follow: {job.spec.name} needs the whole trace beforehand")
-    shadows = [Shadow(job) for job in jobs]
+    caches = [
+        job.spec.build(Setting(job.cost, job.budget, (), job.min_branch_tokens, job.serving))
+        for job in jobs
+    ]
+    followed = [Shadow(_name(job)) for job in jobs]
+    served = Shadow(SERVED)
+    shadows = [*followed, served]
     if port is not None:
         registry = CollectorRegistry()
         registry.register(ShadowMetrics(shadows))
         start_http_server(port, "127.0.0.1", registry)
     day = today()
     try:
-        for request in _arrivals(path, going_on):
+        for arrival in _arrivals(path, going_on):
             if today() != day:
                 console.print(_line(day, shadows), soft_wrap=True)
                 day = today()
                 for shadow in shadows:
                     shadow.today = [0, 0]
-            for shadow in shadows:
-                shadow.serve(request)
+            for shadow, cache in zip(followed, caches, strict=True):
+                outcome = cache.serve(arrival.request)
+                shadow.count(outcome.input_len, outcome.hit_len)
+            if arrival.hit is not None:
+                served.count(arrival.request.input_len, arrival.hit)
     except KeyboardInterrupt:
         pass
     console.print(_line(day, shadows), soft_wrap=True)
     return shadows
 
 
+def _name(job: Job) -> str:
+    """The policy, with the size of its cache where that is one number."""
+    return f"{job.name} {job.budget / 1e9:g}GB" if isinstance(job.budget, int) else job.name
+
+
 def _line(day: date, shadows: Sequence[Shadow]) -> str:
-    rates = [
+    *followed, served = [
         f"{shadow.name} {100 * shadow.today[1] / max(1, shadow.today[0]):.1f} %"
         for shadow in shadows
     ]
-    tokens = shadows[0].today[0] if shadows else 0
-    return plain(f"{day}: {tokens:,} prompt tokens; would have been hit: {', '.join(rates)}")
+    if shadows[-1].today[0]:
+        followed.append(served)
+    tokens = max(shadow.today[0] for shadow in shadows)
+    return plain(f"{day}: {tokens:,} prompt tokens, hit: {', '.join(followed)}")
 
 
-def _arrivals(path: Path, going_on: Callable[[], bool]) -> Iterator[Request]:
+def _arrivals(path: Path, going_on: Callable[[], bool]) -> Iterator[Arrival]:
     """Requests by arrival, each when no line of an earlier one is expected any more."""
-    waiting: list[tuple[float, int, Request]] = []
+    waiting: list[tuple[float, int, Arrival]] = []
     latest = 0.0
-    for number, request in enumerate(_requests(path, going_on)):
-        if request is not None:
-            heapq.heappush(waiting, (request.arrival, number, request))
-            latest = max(latest, request.arrival)
+    for number, arrival in enumerate(_requests(path, going_on)):
+        heapq.heappush(waiting, (arrival.request.arrival, number, arrival))
+        latest = max(latest, arrival.request.arrival)
         while waiting and waiting[0][0] <= latest - LATEST_SECONDS:
             yield heapq.heappop(waiting)[2]
     while waiting:
         yield heapq.heappop(waiting)[2]
 
 
-def _requests(path: Path, going_on: Callable[[], bool]) -> Iterator[Request | None]:
+def _requests(path: Path, going_on: Callable[[], bool]) -> Iterator[Arrival]:
     """Requests in the order of lines; lines that are none are left out, with a warning."""
     convert = recorded_lines(Reading())
     with open_named(path) as file:
         for number, text in enumerate(_lines(file, going_on), start=1):
             try:
-                yield convert(number, decode_as(text, RecordedLine))
+                line = decode_as(text, RecordedLine)
+                yield Arrival(convert(number, line), line.hit)
             except (msgspec.DecodeError, ValueError, OverflowError) as error:
                 logger.warning("%s:%d is no line of a recording (%s).", path, number, error)
 

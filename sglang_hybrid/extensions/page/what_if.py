@@ -13,7 +13,11 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.core.traffic.recorder import FEWEST_REQUESTS, RequestWindow
-from sglang_hybrid.extensions.lab.simulation.tuner.candidates import describe_failure, hits_within
+from sglang_hybrid.extensions.lab.simulation.tuner.candidates import (
+    SGLANG,
+    describe_failure,
+    hits_within,
+)
 from sglang_hybrid.extensions.lab.simulation.workers import Limits, run_jobs
 from sglang_hybrid.extensions.page.messages import WhatIfReqOutput
 
@@ -21,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 SIZES = (0.5, 1.0, 2.0, 4.0, math.inf)
 """Times the memory that the server has; without a bound at last."""
-
-"""Requests without which a replay says nothing."""
 
 
 class WhatIf:
@@ -53,7 +55,7 @@ class WhatIf:
             self._answer = WhatIfReqOutput(told=told)
             return
         self._answer = WhatIfReqOutput(state="running", told="requests are replayed.")
-        policies = tuple(dict.fromkeys((self._in_force(), Spec("lru"))))
+        policies = tuple(dict.fromkeys((self._in_force(), SGLANG, Spec("lru"))))
         self._thread = threading.Thread(
             target=self._run, args=(window, policies), name="hybrid-what-if", daemon=True
         )
@@ -87,7 +89,8 @@ def _compare(window: RequestWindow, policies: Sequence[Spec]) -> WhatIfReqOutput
         state="done",
         rows=rows,
         told=f"the last {len(window.requests):,} requests were replayed; of the last "
-        f"{window.counted:,} the hits are counted.",
+        f"{window.counted:,} the hits are counted."
+        + (" SGLang's own cache is replayed without copies on the host." if window.tiers else ""),
     )
 
 

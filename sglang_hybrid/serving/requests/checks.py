@@ -23,6 +23,7 @@ from sglang_hybrid.serving.names import check_name
 from sglang_hybrid.serving.requests import fields, kv_hints
 from sglang_hybrid.serving.requests.cache_fields import CacheFields, server_part
 from sglang_hybrid.serving.requests.ids import own_ids
+from sglang_hybrid.serving.requests.patterns import schema_with_escaped_ends, with_escaped_ends
 from sglang_hybrid.serving.requests.sizes import (
     ModelSizes,
     by_position,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         TokenizedGenerateReqInput,
     )
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 NATIVE = ("/generate", "/encode", "/classify", "/vertex_generate")
 """Endpoints whose body is SGLang's own request object, with fields that only the server sets."""
@@ -273,6 +275,7 @@ def to_wire(
     """
     if isinstance(request, GenerateReqInput):
         tokenized.hybrid = server_part(request).fields
+        _escape_line_ends(tokenized.sampling_params)
     check_sizes(tokenized, ModelSizes.of(manager))
     by_position(tokenized)
     light = copy.copy(tokenized)
@@ -293,6 +296,15 @@ def to_wire(
         raise ValueError(sentence.removeprefix(".")) from None
     except (TypeError, OverflowError, UnicodeError) as error:
         raise ValueError(f"the request cannot be sent to a scheduler: {error}.") from None
+
+
+def _escape_line_ends(params: SamplingParams) -> None:
+    """Line ends in regular expressions that the answer follows."""
+    if params.regex:
+        params.regex = with_escaped_ends(params.regex)
+    for name in fields.JSON_TEXTS:
+        if text := getattr(params, name):
+            setattr(params, name, schema_with_escaped_ends(text))
 
 
 def _only_what_clients_set(

@@ -56,7 +56,7 @@ MOST_PARTS = 1_000
 and minutes to compile.
 """
 
-WRITTEN = {"$ref", "pattern", "format"}
+WRITTEN = {"$ref", "format"}
 """Fields of a JSON schema that its compiler writes into warnings."""
 
 JSON_TEXTS = ("json_schema", "structural_tag")
@@ -168,8 +168,6 @@ def grammar(field: str, text: str) -> None:
             f"sampling_params.{field} has {len(text):,} characters; it may have "
             f"{LONGEST_GRAMMAR:,} at most."
         )
-    if field == "regex" and not text.isprintable():
-        raise ValueError(f"sampling_params.regex is {shown(text)}; write \\n for a line's end.")
     if field not in JSON_TEXTS:
         return
     content = text.encode(errors="replace")

@@ -1,5 +1,6 @@
-"""Patterns that end an answer (`stop_regex`), matched in time that grows with the text only.
+"""Regular expressions of clients: those that end an answer, and those that an answer follows.
 
+Patterns that end an answer (`stop_regex`) are matched in time that grows with the text only.
 SGLang matches them with Python's `re` at each step, in the scheduler: one that goes back and forth,
 as `(a+)+b`, holds up all requests, for hours with 250 characters. RE2 has no such patterns
 (https://github.com/google/re2/wiki/WhyRE2); it has no look-around and no references to groups.
@@ -8,6 +9,7 @@ SGLang reads the pattern as Python's, to know how long a match may be, so it has
 
 from __future__ import annotations
 
+import json
 import re
 from functools import lru_cache
 from typing import Any, Final
@@ -19,6 +21,13 @@ from sglang_hybrid.core.sentences import shown
 MOST_BYTES: Final = 8 << 20
 KEPT: Final = 32
 """Memory of one compiled pattern at most, and how many are kept for the next step."""
+
+VALUES: Final = ("const", "enum", "default", "examples")
+"""Keywords of a JSON schema that hold values, and no further schemas."""
+
+LINE_ENDS: Final = {"\n": "\\n", "\r": "\\r"}
+
+_ESCAPED_OR_END: Final = re.compile(r"\\.|[\n\r]", re.DOTALL)
 
 
 @lru_cache(maxsize=KEPT)
@@ -46,3 +55,40 @@ def check_pattern(field: str, pattern: str) -> None:
 def is_found(pattern: str, text: str) -> bool:
     """Whether `pattern`, which was checked, is anywhere in `text`."""
     return _compiled(pattern).search(text.encode(errors="replace").decode()) is not None
+
+
+def with_escaped_ends(pattern: str) -> str:
+    r"""The same pattern with `\n` and `\r` in place of these characters themselves, which xgrammar
+    does not take between brackets (`[^...]*`).
+    """
+    return _ESCAPED_OR_END.sub(lambda found: LINE_ENDS.get(found[0][-1], found[0]), pattern)
+
+
+def schema_with_escaped_ends(schema: str) -> str:
+    """A JSON schema, or a structural tag, with such patterns; the text itself where it has them."""
+    if "\\" not in schema:  # JSON writes line ends with one
+        return schema
+    try:
+        content = json.loads(schema)
+    except (ValueError, RecursionError):
+        return schema  # what compiles it says so
+    is_changed = False
+
+    def escaped(pattern: str) -> str:
+        nonlocal is_changed
+        new = with_escaped_ends(pattern)
+        is_changed |= new != pattern
+        return new
+
+    todo = [content]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, list):
+            todo += part
+        elif isinstance(part, dict):
+            if isinstance(pattern := part.get("pattern"), str):
+                part["pattern"] = escaped(pattern)
+            if isinstance(schemas := part.get("patternProperties"), dict):
+                part["patternProperties"] = {escaped(name): schemas[name] for name in schemas}
+            todo += [value for name, value in part.items() if name not in VALUES]
+    return json.dumps(content) if is_changed else schema

@@ -22,7 +22,7 @@ from sglang_hybrid.extensions.lab.program import main
 from sglang_hybrid.extensions.lab.reports import plots
 from sglang_hybrid.extensions.lab.reports.figures import cached_bytes, flop_efficiency
 from sglang_hybrid.extensions.lab.reports.report import MARK, leads
-from sglang_hybrid.extensions.lab.reports.study import paper_model
+from sglang_hybrid.extensions.lab.reports.study import Study, paper_model
 from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
 from sglang_hybrid.extensions.lab.simulation.simulator import Simulator, hit_rate
@@ -253,6 +253,18 @@ def test_a_report_as_served_says_what_its_budgets_hold(trace: Path, tmp_path: Pa
     text = " ".join((tmp_path / "report" / "index.html").read_text().split())
     assert "As served: every budget also holds what running requests compute" in text
     assert "(3 with sglang, one per block with vllm+)" in text
+
+
+def test_a_report_compares_where_policies_differ_most() -> None:
+    """Where nothing fits, and where everything does, they hit alike; bounds do not count."""
+    sizes = [COST.state_bytes + 10 * COST.kv_bytes_per_token, 3 * 10**8, 10**12, 10**13]
+    policies = [Spec(name) for name in ("lru", "reuse", "none", "unbounded")]
+    jobs = [Job(spec, "chat", COST, size) for size in sizes for spec in policies]
+    runner = Runner({"chat": generate("chat", traffic("chat", sessions=12), 0)})
+    study = Study(runner, jobs)
+    study.take([runner.run(job) for job in jobs])
+    assert (study.compared, study.middle) == (3 * 10**8, 10**12)
+    assert study.where == "0.3 GB" and list(study.at_compared()) == list(map(str, policies))
 
 
 def test_the_clairvoyant_is_shown_as_a_ceiling_only_where_it_is_one() -> None:

@@ -7,6 +7,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 from rich.console import Console
@@ -18,8 +19,9 @@ from sglang_hybrid.extensions.lab.command_line import jobs_of, parser
 from sglang_hybrid.extensions.lab.runner import Runner
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace, write_trace
 from sglang_hybrid.extensions.lab.simulation.traces.generators import generate, traffic
+from sglang_hybrid.extensions.lab.simulation.traces.line_formats import RecordedLine
 
-OPTIONS = ["--cache", "300MB", "--rules", "served", "--instant", "--policy", shadow.POLICIES]
+OPTIONS = ["--cache", "300MB", "--rules", "served", "--instant", "--policy", "sglang,lru,reuse"]
 
 
 def jobs(*options: str) -> list[Any]:
@@ -48,8 +50,9 @@ def followed(path: Path, console: Console, **more: Any) -> list[shadow.Shadow]:
 
 def test_a_shadow_hits_what_a_replay_hits(recording: Path) -> None:
     results = Runner({"live": read_trace(recording)}).run_all(jobs())
-    shadows = followed(recording, Console(quiet=True), going_on=lambda: False)
+    *shadows, served = followed(recording, Console(quiet=True), going_on=lambda: False)
     assert [each.hit for each in shadows] == [result.hit_tokens for result in results]
+    assert (served.name, served.requests) == ("served", 0), "the recording does not tell"
     assert {each.requests for each in shadows} == {len(results[0].input_len)}
     assert len({each.hit for each in shadows}) > 1
 
@@ -85,6 +88,20 @@ def test_each_day_has_a_line(recording: Path) -> None:
     assert len(lines) > 2 and lines[0].startswith("2026-01-01: ")
     tokens = sum(int(line.split()[1].replace(",", "")) for line in lines)
     assert tokens == first.tokens
+
+
+def test_what_the_server_hit_is_beside_it(recording: Path) -> None:
+    """Of the lines that tell it, as those of a server do."""
+    lines = [msgspec.json.decode(line, type=RecordedLine) for line in recording.open("rb")]
+    for number, line in enumerate(lines[2:]):
+        line.hit = number % 7
+    recording.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    console = Console(record=True, file=io.StringIO(), width=200)
+    *_, served = followed(recording, console, going_on=lambda: False)
+    assert served.requests == len(lines) - 2
+    assert served.hit == sum(number % 7 for number in range(len(lines) - 2))
+    share = 100 * served.hit / served.tokens
+    assert console.export_text().endswith(f", served {share:.1f} %\n")
 
 
 def test_prometheus_reads_the_sums(recording: Path) -> None:

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Serving, Split
-from sglang_hybrid.core.systems import Spec
+from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.core.traffic.recorder import FEWEST_REQUESTS, RequestWindow
+from sglang_hybrid.extensions.lab import systems as systems  # registers SGLang's own
 from sglang_hybrid.extensions.lab.simulation.traces import generators
-from sglang_hybrid.extensions.lab.simulation.tuner.candidates import hits_within
+from sglang_hybrid.extensions.lab.simulation.tuner.candidates import SGLANG, hits_within
 from sglang_hybrid.extensions.page import watch
 from sglang_hybrid.extensions.page.follower import AGAIN, NODES
 from sglang_hybrid.extensions.page.messages import (
@@ -245,8 +246,8 @@ def test_a_replay_says_what_more_memory_would_hit() -> None:
     view._what_if._thread.join()
     told = view.try_others(WhatIfReq())
     assert told.state == "done", told.told
-    assert [row[1] for row in told.rows] == [0.5, 1, 2, 4, 0] * 2
-    assert {row[0] for row in told.rows} == {"reuse", "lru"}
+    assert [row[1] for row in told.rows] == [0.5, 1, 2, 4, 0] * 3
+    assert list(dict.fromkeys(row[0] for row in told.rows)) == ["reuse", "sglang", "lru"]
     shares = {(row[0], row[1]): row[3] for row in told.rows}
     assert shares["lru", 0.5] < shares["lru", 4] <= shares["lru", 0]
     assert told.rows[2][2] == 2 * told.rows[1][2]
@@ -294,6 +295,15 @@ def test_more_memory_never_hits_less(kind: str, policy: str) -> None:
         assert share >= best - LAST_STATE * (kind == "bursts"), shares
         best = max(best, share)
     assert shares[0] <= shares[-1] and 0 < shares[-1] < 1
+
+
+def test_sglangs_own_cache_hits_what_it_hits_in_a_replay() -> None:
+    made = WINDOWS["chat"]()
+    setting = Setting(made.cost, made.budget, (), made.min_branch_tokens, made.serving)
+    cache = SGLANG.build(setting)
+    expected = [cache.serve(request).hit_len for request in made.requests][made.counted_from :]
+    found = hits_within(made, (SGLANG, made.budget), lambda: None)
+    assert found.tolist() == expected and sum(expected) > 0
 
 
 # In the HTTP process.

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xgrammar
 
-from sglang_hybrid.serving.requests import fields, grammars
+from sglang_hybrid.serving.requests import checks, fields, grammars
 from sglang_hybrid.serving.requests.grammars import Grammars
-from sglang_hybrid.serving.requests.patterns import check_pattern, is_found
+from sglang_hybrid.serving.requests.patterns import (
+    check_pattern,
+    is_found,
+    schema_with_escaped_ends,
+    with_escaped_ends,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +52,7 @@ def properties(count: int) -> str:
         ("json_schema", properties(3_000), "3,002 properties, alternatives and lists"),
         ("ebnf", "root ::= " + "a" * 200_000, "has 200,009 characters"),
         ("json_schema", json.dumps({"anyOf": [{"$ref": "x\n[log] forged"}]}), r"\$ref 'x\\n"),
-        ("regex", "a$b\n[log] forged", r"write \\n for a line's end"),
-        ("structural_tag", json.dumps({"pattern": "\x1b[2J"}), "pattern"),
+        ("structural_tag", json.dumps({"format": "\x1b[2J"}), "format"),
     ],
 )
 def test_a_grammar_is_of_a_bounded_size_and_can_be_printed(
@@ -61,6 +67,56 @@ def test_usual_grammars_are_taken() -> None:
     fields.grammar("json_schema", json.dumps({"description": "two\nlines", "enum": ["a\tb"]}))
     fields.grammar("json_schema", "no JSON")
     fields.grammar("ebnf", 'root ::= "a"\n')
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("a\nb", "a\nb"),
+        ("[^\n\r]+\n", "ab\n"),
+        ("a\\\nb", "a\nb"),
+        ("\\\\\nb", "\\\nb"),
+        (r"\n[\n]b", "\n\nb"),
+        ("[a\u2028]b", "\u2028b"),
+    ],
+)
+def test_a_pattern_may_have_line_ends(pattern: str, text: str) -> None:
+    """As Python's `re` reads them; the compiler of grammars takes none between brackets."""
+    assert re.fullmatch(pattern, text)
+    fields.grammar("regex", pattern)
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(["a"]))
+    escaped = with_escaped_ends(pattern)
+    compiled = compiler.compile_regex(escaped)
+    matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+    assert matcher.accept_string(text) and matcher.is_terminated()
+    assert with_escaped_ends(escaped) == escaped
+
+
+def test_patterns_of_schemas_may_have_line_ends() -> None:
+    value = {"pattern": "a\nb"}
+    schema = {
+        "properties": {"x": {"type": "string", "pattern": "[^\n]*", "default": value}},
+        "patternProperties": {"[^\n]": {"const": value}},
+        "required": [12345678901234567890123],
+    }
+    text = json.dumps(schema)
+    fields.grammar("json_schema", text)
+    escaped = schema_with_escaped_ends(text)
+    assert json.loads(escaped) == {
+        **schema,
+        "properties": {"x": {"type": "string", "pattern": r"[^\n]*", "default": value}},
+        "patternProperties": {r"[^\n]": {"const": value}},
+    }
+    assert schema_with_escaped_ends(escaped) is escaped
+    assert schema_with_escaped_ends("no JSON\n") == "no JSON\n"
+
+
+def test_a_scheduler_is_sent_patterns_with_escapes() -> None:
+    tag = json.dumps({"format": {"type": "regex", "pattern": "[^\n]"}})
+    params: Any = SimpleNamespace(regex="[\r\n]", json_schema=None, structural_tag=tag)
+    checks._escape_line_ends(params)
+    assert params.regex == r"[\r\n]" and params.json_schema is None
+    assert json.loads(params.structural_tag)["format"]["pattern"] == r"[^\n]"
 
 
 def test_the_oldest_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,14 +43,14 @@ def draw(study: Study) -> list[Plot]:
 def hit_rate(study: Study) -> Plot:
     """Hit rate by cache size, or by policy where there is one size."""
     sizes, series = study.sizes()
-    middle = study.at_middle()
+    found = study.at_compared()
     if len(sizes) < 2 or not series:
-        values = {name: {"": 100 * result.hit_rate} for name, result in middle.items()}
+        values = {name: {"": 100 * result.hit_rate} for name, result in found.items()}
         figure = plots.bars(values, HIT_RATE)
     else:
         figure = plots.lines([_by_size(sizes, series)], HIT_RATE)
     ranked = sorted(
-        (r.hit_rate, n) for n, r in middle.items() if n.split(" ")[0] not in plots.BOUNDS
+        (r.hit_rate, n) for n, r in found.items() if n.split(" ")[0] not in plots.BOUNDS
     )
     caption = f"Prompt tokens that were not computed again. At {study.where}: "
     caption += ", ".join(f"{name} {100 * rate:.1f} %" for rate, name in ranked[::-1][:4])
@@ -61,7 +61,7 @@ def ttft(study: Study) -> Plot:
     """How the time to first token is distributed."""
     series = {
         name: 1000 * (result.ttft if len(result.ttft) else result.paper_ttft)
-        for name, result in study.at_middle().items()
+        for name, result in study.at_compared().items()
     }
     figure = plots.distribution(series, "time to first token (ms)")
     return Plot("ttft", "Time to first token", clock(study), figure, "10b")
@@ -69,7 +69,7 @@ def ttft(study: Study) -> Plot:
 
 def p95(study: Study) -> Plot | None:
     """Its 95th percentile, next to no cache."""
-    found = study.at_middle()
+    found = study.at_compared()
     if "none" not in found or len(found) < 2:
         return None
     without = found["none"].ttft_percentile(95)
@@ -86,7 +86,7 @@ def p95(study: Study) -> Plot | None:
 def by_length(study: Study) -> Plot | None:
     """Whose prompts gain over the reference."""
     reference = study.reference()
-    found = study.at_middle()
+    found = study.at_compared()
     if reference is None:
         return None
     base = found[reference]
@@ -163,7 +163,7 @@ def arrivals(study: Study) -> Plot:
         x = [float(factor) for factor in factors]
         panels.append(plots.Panel(x, series, f"{label} (times the trace's)"))
     figure = plots.lines(panels, HIT_RATE)
-    text = f"The same sessions, closer together or slower, at {study.where}."
+    text = f"The same sessions, closer together or slower, at {study.swept_at}."
     return Plot("arrivals", "Arrival patterns", text, figure, "13")
 
 
@@ -189,7 +189,7 @@ def efficiency(study: Study) -> Plot:
 
 def tiers(study: Study) -> Plot | None:
     """Hits by the tier that they came from."""
-    parts = hits_by_tier(study.at_middle())
+    parts = hits_by_tier(study.at_compared())
     if not parts:
         return None
     figure = plots.bars(parts, "prompt tokens (%)")
@@ -200,7 +200,7 @@ def tiers(study: Study) -> Plot | None:
 
 def losses(study: Study) -> Plot | None:
     """Tokens that were computed though they had a state once, by what became of it."""
-    parts = lost_tokens(study.at_middle())
+    parts = lost_tokens(study.at_compared())
     if not any(parts.values()):
         return None
     figure = plots.bars(parts, "prompt tokens (%)")
@@ -254,7 +254,7 @@ def clock(study: Study) -> str:
 
 
 def _geometry(study: Study) -> str:
-    return f"The paper's 7B geometry and formulas, {study.where} of cache."
+    return f"The paper's 7B geometry and formulas, {study.swept_at} of cache."
 
 
 def flop_efficiency(cost: CostModel, length: int) -> float:

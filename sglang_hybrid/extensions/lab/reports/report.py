@@ -75,10 +75,10 @@ class Report:
             autoescape=True,
             undefined=StrictUndefined,
         )
-        middle = study.at_middle()
+        found = study.at_compared()
         first = study.results[0]
-        bests = [r for n, r in middle.items() if n.split(" ")[0] not in plots.BOUNDS]
-        best = max(bests or list(middle.values()), key=lambda result: result.hit_tokens)
+        bests = [r for n, r in found.items() if n.split(" ")[0] not in plots.BOUNDS]
+        best = max(bests or list(found.values()), key=lambda result: result.hit_tokens)
         return environment.get_template("report.html").render(
             mark=MARK,
             trace=first.job.trace,
@@ -86,16 +86,17 @@ class Report:
             tokens=int(first.input_len.sum()),
             size=study.where,
             best=best,
-            middle=middle,
+            found=found,
+            several=len(study.budgets) > 1,
             rows=[(_size(r), r, plots.colour(str(r.job.spec))) for r in study.results],
             timed=study.first.time is not None,
-            hits_by_tier=hits_by_tier(middle),
-            lost_tokens=lost_tokens(middle),
+            hits_by_tier=hits_by_tier(found),
+            lost_tokens=lost_tokens(found),
             plots=[(plot, Markup(_svg(plot.figure))) for plot in drawn],
             cost=first.job.cost,
             serving=first.job.serving,
             sglang_states=SGLANG_RUNNING_STATES,
-            clairvoyant_leads=leads("clairvoyant", middle),
+            clairvoyant_leads=leads("clairvoyant", found),
             clock=clock(study),
             command=self.command,
             seed=self.seed,

@@ -11,6 +11,7 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.systems import HINDSIGHT, Spec
 from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.lab.reports import plots
 from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
 from sglang_hybrid.extensions.lab.simulation.traces.generators import retime
 
@@ -27,7 +28,8 @@ NEVER = "never stored"
 class Study:
     """The jobs asked for and the extra ones; their results, once they are in.
 
-    Sweeps are at the middle cache size. Retimed traces are added to the runner.
+    Sweeps are at the middle cache size, and what compares policies at one size is at that where
+    they differ most. Retimed traces are added to the runner.
     """
 
     def __init__(self, runner: Runner, jobs: Sequence[Job]) -> None:
@@ -61,22 +63,42 @@ class Study:
 
     @property
     def middle(self) -> Budget:
-        """The cache size that single-size plots and sweeps are at."""
+        """The cache size that sweeps are at."""
         return self.budgets[len(self.budgets) // 2]
 
     @property
-    def where(self) -> str:
-        """The middle size in words, or the tiers."""
-        tiers = self.first.tiers
-        return size_words(self.middle) if tiers is None else f"{tiers} in tiers"
+    def compared(self) -> Budget:
+        """The cache size where the hit rates of policies differ most, bounds aside."""
 
-    def at_middle(self) -> dict[str, Result]:
-        """Results at the middle size by the policy's name."""
-        return {str(r.job.spec): r for r in self.results if r.job.budget == self.middle}
+        def spread(budget: Budget) -> float:
+            of_size = [r for r in self.results if r.job.budget == budget]
+            rates = [r.hit_rate for r in of_size if r.job.spec.name not in plots.BOUNDS]
+            return max(rates, default=0.0) - min(rates, default=0.0)
+
+        return max((self.middle, *self.budgets), key=spread)
+
+    @property
+    def where(self) -> str:
+        """The size of `compared` in words, or the tiers."""
+        return self._words(self.compared)
+
+    @property
+    def swept_at(self) -> str:
+        """The size of sweeps in words, or the tiers."""
+        return self._words(self.middle)
+
+    def _words(self, budget: Budget) -> str:
+        tiers = self.first.tiers
+        return size_words(budget) if tiers is None else f"{tiers} in tiers"
+
+    def at_compared(self) -> dict[str, Result]:
+        """Results at the size of `compared` by the policy's name."""
+        budget = self.compared
+        return {str(r.job.spec): r for r in self.results if r.job.budget == budget}
 
     def reference(self) -> str | None:
         """What gains are counted from: LRU under the same admission, else SGLang+."""
-        names = self.at_middle()
+        names = self.at_compared()
         return next((name for name in ("lru", "sglang+") if name in names), None)
 
     def swept(self, kind: str) -> list[tuple[float | str, Result]]:

@@ -10,6 +10,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.named_files import read_json
 from sglang_hybrid.core.sentences import plain
 from sglang_hybrid.extensions.lab.simulation.traces.lines import whole_file, write_line
@@ -76,6 +77,25 @@ PAPER = PrefillTime(  # the artifact's fit to Jamba-1.5-Mini on four A100 (marco
     decode=0.02,
     about="the paper's fit (Jamba-1.5-Mini, 4 A100); 20 ms per decoded token is assumed",
 )
+
+PAPER_FLOPS = 2 * 12e9
+"""Of a token in the model of that fit, which has 12 billion active parameters (its model card)."""
+
+
+def at_papers_rate(cost: CostModel) -> PrefillTime:
+    """The time of another model on the paper's machine, if it computes as many FLOPs a second."""
+    short, long = 1_000, 10_000
+    first, second = cost.flops(short) / short, cost.flops(long) / long
+    of_pair = max(0.0, second - first) / ((long - short) / 2)
+    of_token = first - of_pair * (short + 1) / 2
+    seconds = PAPER.per_token / PAPER_FLOPS
+    return replace(
+        PAPER,
+        per_token=seconds * of_token,
+        per_pair=seconds * of_pair,
+        about="this model's FLOPs at the rate of the paper's fit (4 A100), not measured; 20 ms per "
+        "decoded token is assumed",
+    )
 
 
 def pairs(hit: int, new: int) -> int:

@@ -37,6 +37,7 @@ function receive(message) {
   if (paused) { waiting.push(message); if (waiting.length > 2000) { waiting = []; connect(); } return; }
   while (ranks.length <= message.rank) {
     ranks.push(new Rank());
+    $("rank").parentElement.hidden = ranks.length < 2;
     $("rank").replaceChildren(...ranks.map((_, rank) => Object.assign(element("option", String(rank)), { value: rank })));
   }
   const rank = ranks[message.rank];
@@ -146,13 +147,15 @@ function showLegend() {
 
 // Time.
 
+// Title, unit, series, and of some: whether a server has what they show.
 const CHARTS = [
-  ["Hit rate of the prompts that began", "%", [["hit", "#1d6fb8", (s, p) => rate(s, p, "hit_tokens")], ["hit or KV only", "#e8a838", (s, p) => rate(s, p, "hit_tokens", "kv_only_tokens")]]],
-  ["Tokens of prompts a second", "tokens/s", [["hit", "#1d6fb8", (s, p) => speed(s, p, (x) => x.hit_tokens)], ["KV only", "#e8a838", (s, p) => speed(s, p, (x) => x.kv_only_tokens)], ["never stored", "#b5b2aa", (s, p) => speed(s, p, (x) => x.prompt_tokens - x.hit_tokens - x.kv_only_tokens)]]],
-  ["Memory of the device", "MiB", [["KV", "#5b8ff9", (s) => s.kv_bytes / 2 ** 20], ["states", "#c2410c", (s) => s.state_bytes / 2 ** 20], ["room for KV", "#9a978f", (s) => s.kv_room / 2 ** 20], ["room for states", "#d8a08c", (s) => s.state_room / 2 ** 20]]],
+  ["Hit rate", "%", [["hit", "#1d6fb8", (s, p) => rate(s, p, "hit_tokens")], ["hit, or stored without a state", "#e8a838", (s, p) => rate(s, p, "hit_tokens", "kv_only_tokens")]]],
+  ["Tokens of prompts a second", "tokens/s", [["hit", "#1d6fb8", (s, p) => speed(s, p, (x) => x.hit_tokens)], ["stored without a state", "#e8a838", (s, p) => speed(s, p, (x) => x.kv_only_tokens)], ["not stored", "#b5b2aa", (s, p) => speed(s, p, (x) => x.prompt_tokens - x.hit_tokens - x.kv_only_tokens)]]],
+  ["Memory of the device", "MiB", [["KV", "#5b8ff9", (s) => s.kv_bytes / 2 ** 20], ["states", "#c2410c", (s) => s.state_bytes / 2 ** 20], ["room for both", "#9a978f", (s) => (s.one_memory ? s.kv_room / 2 ** 20 : null)]], (s) => s.one_memory],
+  ["Memory of the device", "MiB", [["KV", "#5b8ff9", (s) => s.kv_bytes / 2 ** 20], ["states", "#c2410c", (s) => s.state_bytes / 2 ** 20], ["room for KV", "#9a978f", (s) => s.kv_room / 2 ** 20], ["room for states", "#d8a08c", (s) => s.state_room / 2 ** 20]], (s) => !s.one_memory],
   ["Requests", "", [["running", "#2b8a3e", (s) => s.running], ["waiting", "#c2410c", (s) => s.waiting]]],
   ["Evictions a second", "", [["evictions", "#7b4fb5", (s, p) => speed(s, p, (x) => x.evicted)]]],
-  ["Memory below the device", "MiB", [["host", "#e8a838", (s) => (s.tiers.host === undefined ? null : s.tiers.host / 2 ** 20)], ["device", "#5b8ff9", (s) => (s.tiers.device === undefined ? null : s.tiers.device / 2 ** 20)]]],
+  ["Memory below the device", "MiB", [["host", "#e8a838", (s) => (s.tiers.host === undefined ? null : s.tiers.host / 2 ** 20)], ["device", "#5b8ff9", (s) => (s.tiers.device === undefined ? null : s.tiers.device / 2 ** 20)]], (s) => s.tiers.host !== undefined],
 ];
 const rate = (s, p, ...names) => {
   const tokens = s.prompt_tokens - p.prompt_tokens;
@@ -161,24 +164,28 @@ const rate = (s, p, ...names) => {
 const speed = (s, p, of) => (s.time > p.time ? Math.max(0, of(s) - of(p)) / (s.time - p.time) : null);
 const BACK = 10; // samples over which rates are taken
 
-const charts = CHARTS.map(([title, unit, series]) => {
-  const box = element("div", null, element("h3", unit ? `${title} (${unit})` : title));
+const GAP = 5; // seconds without a sample that are drawn as a gap
+const at = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
+
+const charts = CHARTS.map(([title, unit, series, there]) => {
+  const nothing = Object.assign(element("p", "Nothing yet: a line begins with the first prompt."), { className: "nothing" });
+  const box = element("div", null, element("h3", unit ? `${title} (${unit})` : title), nothing);
   box.className = "chart";
   $("charts").append(box);
   const soft = () => getComputedStyle(document.documentElement).getPropertyValue("--soft");
   const line = () => getComputedStyle(document.documentElement).getPropertyValue("--line");
   const axis = { stroke: soft, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
   const plot = new uPlot({
-    width: 320, height: 170, series: [{ value: (_, at) => (at ? new Date(1000 * at).toLocaleTimeString() : "") },
-      ...series.map(([label, stroke]) => ({ label, stroke, width: 1.6, spanGaps: true, value: (_, v) => (v === null || v === undefined ? "" : v.toLocaleString("en", { maximumFractionDigits: 1 })) }))],
-    axes: [{ ...axis, values: (_, ticks) => ticks.map((at) => new Date(1000 * at).toLocaleTimeString([], { minute: "2-digit", second: "2-digit" })) }, { ...axis, size: 55 }],
+    width: 320, height: 170, series: [{ value: (_, seconds) => (seconds ? at(seconds) : "") },
+      ...series.map(([label, stroke]) => ({ label, stroke, width: 1.6, spanGaps: false, value: (_, v) => (v === null || v === undefined ? "" : v.toLocaleString("en", { maximumFractionDigits: 1 })) }))],
+    axes: [{ ...axis, space: 75, values: (_, ticks) => ticks.map(at) }, { ...axis, size: 55 }],
     legend: { live: false },
     scales: { y: { range: (_, low, high) => [0, Math.max(1, high ?? 1) * 1.08] } },
   }, [[], ...series.map(() => [])], box);
   plot.root.setAttribute("role", "img");
   plot.root.setAttribute("aria-label", title);
   new ResizeObserver(() => plot.setSize({ width: Math.max(200, box.clientWidth), height: 170 })).observe(box);
-  return { plot, series, title };
+  return { plot, series, title, there, box, nothing };
 });
 
 function until() { // samples up to the time that the slider stands at
@@ -187,20 +194,39 @@ function until() { // samples up to the time that the slider stands at
 }
 function showTime() {
   const samples = until();
-  const times = samples.map((sample) => sample.time);
-  for (const { plot, series, title } of charts) {
-    const data = series.map(([, , of]) => samples.map((sample, at) => of(sample, samples[Math.max(0, at - BACK)])));
+  const last = samples.at(-1), begun = samples.some((sample) => sample.requests > 0);
+  const places = []; // of samples, and -1 in the middle of each gap
+  samples.forEach((sample, place) => { if (place && sample.time - samples[place - 1].time > GAP) places.push(-1); places.push(place); });
+  const times = places.map((place, i) => (place < 0 ? (samples[places[i - 1]].time + samples[places[i + 1]].time) / 2 : samples[place].time));
+  const before = (place) => { // the sample that rates are taken from, on this side of a gap
+    let first = place;
+    while (first > 0 && place - first < BACK && samples[first].time - samples[first - 1].time <= GAP) first -= 1;
+    return samples[first];
+  };
+  for (const { plot, series, title, there, box, nothing } of charts) {
+    box.hidden = Boolean(there) && !(last && there(last));
+    nothing.hidden = begun;
+    plot.root.hidden = !begun;
+    const data = series.map(([, , of]) => places.map((place) => (place < 0 ? null : of(samples[place], before(place)))));
     plot.setData([times, ...data]);
     plot.root.setAttribute("aria-label", `${title}: ${series.map(([label], i) => `${label} ${(data[i].at(-1) ?? 0).toFixed(1)}`).join(", ")}`);
   }
-  const last = samples.at(-1);
-  $("scrub-at").textContent = Number($("scrub").value) >= 1000 || !last ? "now" : new Date(1000 * last.time).toLocaleTimeString();
+  $("scrub-at").textContent = Number($("scrub").value) >= 1000 || !last ? "now" : at(last.time);
   if (!last) return;
   const memory = last.one_memory ? [[`${bytes(last.kv_bytes + last.state_bytes)} of ${bytes(last.kv_room)}`, "of the memory is used"]]
     : [[`${bytes(last.kv_bytes)} of ${bytes(last.kv_room)}`, "of KV"], [`${bytes(last.state_bytes)} of ${bytes(last.state_room)}`, "of states"]];
-  const tiles = [[number(last.requests), "requests"], [percent(last.hit_tokens / Math.max(1, last.prompt_tokens)), "of prompt tokens were hit"],
-    [number(last.hit_tokens), "tokens not computed"], ...memory, [number(last.evicted), "evictions"], [last.policy, "decides what goes"]];
+  const hit = last.prompt_tokens ? [percent(last.hit_tokens / last.prompt_tokens), "of prompt tokens came from the cache"] : ["no prompt yet", "how much of prompts comes from the cache"];
+  const tiles = [[number(last.requests), "requests"], hit, others(), [number(last.hit_tokens), "tokens not computed"], ...memory, [number(last.evicted), "evictions"],
+    [last.policy, "is the eviction policy"]];
   $("numbers").replaceChildren(...tiles.map(([value, name]) => Object.assign(element("div", null, element("b", value), element("span", name)), { className: "number" })));
+}
+// What others would have had of the last requests: known once they were replayed.
+let replayed = null;
+function others() {
+  if (replayed === null) return ["not known yet", "what SGLang's own policy would have: replay the last requests, below"];
+  const share = (policy) => replayed.find((row) => row[0] === policy && row[1] === 1)?.[3];
+  const ours = share(replayed[0][0]), lru = share("lru");
+  return [percent(share("sglang")), `with SGLang's own policy on the last requests; ${percent(lru)} with LRU, ${percent(ours)} with ${replayed[0][0]}`];
 }
 $("scrub").addEventListener("input", () => { showTime(); showEvents(); });
 $("pause").addEventListener("click", () => {
@@ -221,17 +247,39 @@ function sentence(event) {
   const to = event.for ? `; its slot went to the ${(KINDS[event.for[1]] ?? ["", event.for[1]])[1]} at ${number(event.for[2])} of ${short(event.for[0])}` : "";
   return [`${(KINDS[event.kind] ?? ["", event.kind])[1]} evicted`, number(event.position), `${worth}, ${number(event.hits)} hits, unused for ${time(event.unused)}${event.short ? `; ${SHORT[event.short]} ran short` : ""}${to}`];
 }
+// By the word of `missed` (docs/reports.md): why the hit was not longer, and what would make it so.
+const MISSED = {
+  nothing: ["all was hit that can be", ""],
+  not_stored: ["not stored: new, or evicted", "More memory, if it was evicted: pick the request to see."],
+  no_state: ["stored, but no state behind it", "A declared position where prompts part, or more state slots: pick the request to see."],
+  no_slot: ["no free slot for the state", "--max-mamba-cache-size higher, or --max-running-requests lower."],
+  grid: ["states lie on SGLang's grid", "--hybrid-admission judicious, where the flags of the server allow it."],
+  computed: ["computing was faster than loading", ""],
+  changing_text: ["a short text before it changes", "Move it to the end of the prompt: pick the request to see which."],
+};
+const nothingIn = (rows, columns, text) => (rows.length ? rows : [element("tr", null, Object.assign(element("td", text), { colSpan: columns, className: "nothing" }))]);
+function cell(name, content) {
+  const made = element("td", null, content);
+  made.dataset.name = name;
+  return made;
+}
+
 function showEvents() {
-  const rank = now(), last = until().at(-1)?.clock ?? Infinity;
+  const rank = now(), sample = until().at(-1), last = sample?.clock ?? Infinity;
   const before = (event) => Number($("scrub").value) >= 1000 || event.at === null || event.at <= last;
-  $("events").replaceChildren(...rank.events.filter(before).reverse().map((event) => element("tr", null, ...sentence(event).map((text) => element("td", String(text))))));
-  $("requests").replaceChildren(...rank.requests.filter(before).reverse().map((event) => {
+  const when = (event) => (event.at === null || !rank.samples.length ? "" : at(rank.samples.at(-1).time - (rank.samples.at(-1).clock - event.at)));
+  const events = rank.events.filter(before).reverse().map((event) => element("tr", null, cell("time", when(event)),
+    ...sentence(event).map((text, i) => cell(["what", "position", "why"][i], String(text)))));
+  $("events").replaceChildren(...nothingIn(events, 4, "Nothing yet: what is evicted will be here, and why it was that."));
+  const requests = rank.requests.filter(before).reverse().map((event) => {
     const pick = element("button", short(event.request, 14));
     pick.type = "button";
     pick.addEventListener("click", () => ask({ request_id: event.request, tenant: event.tenant }));
-    const cells = [event.tenant ? short(event.tenant, 9) : "none", number(event.prompt), number(event.hit), number(event.kv_only), event.missed.replace("_", " ")];
-    return element("tr", null, element("td", null, pick), ...cells.map((text) => element("td", text)));
-  }));
+    const [why, remedy] = MISSED[event.missed] ?? [event.missed.replace("_", " "), ""];
+    const cells = [["tenant", event.tenant ? short(event.tenant, 9) : "none"], ["tokens", number(event.prompt)], ["hit", number(event.hit)], ["why not more", why], ["what would help", remedy]];
+    return element("tr", null, cell("time", when(event)), cell("request", pick), ...cells.map(([name, text]) => cell(name, text)));
+  });
+  $("requests").replaceChildren(...nothingIn(requests, 7, "No request yet: each will be here with what it hit, why not more, and what would help."));
 }
 
 // Questions.
@@ -288,22 +336,26 @@ async function replay(how) {
     $("what-told").textContent = told.told;
     $("what").disabled = told.state === "running";
     if (told.state === "running") setTimeout(() => replay(""), 1000);
-    if (told.state === "done") showWhatIf(told.rows);
+    if (told.state === "done") { replayed = told.rows; showWhatIf(told.rows); showTime(); }
   } catch (error) { $("what-told").textContent = error.message; $("what").disabled = false; }
 }
 function showWhatIf(rows) {
   const body = $("what-rows").tBodies[0];
   $("what-rows").hidden = false;
   const name = ([, times, size]) => (times ? `${times} × (${bytes(size)})` : "without a bound");
-  body.replaceChildren(...rows.map((row) => element("tr", null, element("td", row[0]), element("td", name(row)), element("td", percent(row[3])))));
+  const policies = [...new Set(rows.map((row) => row[0]))], called = (policy) => (policy === "sglang" ? "SGLang's own" : policy);
+  $("what-rows").tHead.rows[0].replaceChildren(...["memory", ...policies.map(called)].map((title) => element("th", title)));
+  body.replaceChildren(...rows.filter((row) => row[0] === policies[0]).map((row) => element("tr", null, element("td", name(row)),
+    ...policies.map((policy) => element("td", percent(rows.find((each) => each[0] === policy && each[1] === row[1])[3]))))));
   const sizes = [...new Set(rows.filter((row) => row[1]).map((row) => row[2]))].sort((a, b) => a - b);
-  const policies = [...new Set(rows.map((row) => row[0]))], colours = ["#1d6fb8", "#9a978f", "#c2410c"];
+  const colours = ["#1d6fb8", "#9a978f", "#c2410c"];
+  $("what-chart").hidden = false;
   const at = (policy, size) => 100 * (rows.find((row) => row[0] === policy && row[2] === size)?.[3] ?? 0);
   what?.destroy();
   const soft = getComputedStyle(document.documentElement).getPropertyValue("--soft");
   what = new uPlot({
     width: Math.max(240, $("what-chart").clientWidth), height: 200, scales: { x: { time: false }, y: { range: [0, 100] } },
-    series: [{ label: "GiB" }, ...policies.map((label, i) => ({ label: `${label}, % hit`, stroke: colours[i], width: 2, points: { show: true } }))],
+    series: [{ label: "GiB" }, ...policies.map((label, i) => ({ label: `${called(label)}, % hit`, stroke: colours[i], width: 2, points: { show: true } }))],
     axes: [{ stroke: soft }, { stroke: soft }],
   }, [sizes.map((size) => size / 2 ** 30), ...policies.map((policy) => sizes.map((size) => at(policy, size)))], $("what-chart"));
   what.root.setAttribute("role", "img");
@@ -323,11 +375,13 @@ setInterval(() => {
   const rank = now();
   if (!ranks.length) return;
   const nodes = Math.max(0, rank.tree.nodes.size - 1);
-  $("state").textContent = rank.error || `${paused ? "paused, " : ""}${number(nodes)} nodes, ${number(rank.running.length)} requests run`;
+  $("state").textContent = rank.error || `${paused ? "paused, " : ""}${nodes ? `${number(nodes)} stored pieces of prompts` : "the cache is empty: send a prompt"}, ${number(rank.running.length)} requests run`;
+  $("tree-empty").hidden = nodes > 0;
   if (!paused) showTime();
   if (newEvents) { newEvents = false; showEvents(); }
 }, 500);
 showLegend();
+showEvents();
 connect();
 frame();
 window.hybrid = { ranks, icicle, receive }; // for tests and for whoever looks at the console

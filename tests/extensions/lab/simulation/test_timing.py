@@ -12,7 +12,13 @@ import pytest
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.core.victims.eviction import Lru
-from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER, PrefillTime, pairs
+from sglang_hybrid.extensions.lab.simulation.prefill_time import (
+    PAPER,
+    PAPER_FLOPS,
+    PrefillTime,
+    at_papers_rate,
+    pairs,
+)
 from sglang_hybrid.extensions.lab.simulation.simulator import Outcome, Simulator
 from sglang_hybrid.extensions.lab.simulation.timing import Served, Timeline, paper_ttft
 from sglang_hybrid.extensions.lab.simulation.traces.generators import generate, traffic
@@ -30,6 +36,18 @@ def request(
 def play(*requests: Request) -> list[Served]:
     cache = Simulator(CostModel.paper_7b(), None, Lru())
     return Timeline([cache], SECOND_A_TOKEN).run(requests)
+
+
+def test_a_model_takes_its_own_flops_at_the_papers_rate() -> None:
+    cost = CostModel.paper_7b()
+    time = at_papers_rate(cost)
+    for tokens in (1, 700, 50_000):
+        expected = PAPER.base + PAPER.per_token * cost.flops(tokens) / PAPER_FLOPS
+        assert time.seconds(0, tokens) == pytest.approx(expected)
+    rest = cost.flops(9_000) - cost.flops(4_000)
+    assert time.seconds(4_000, 5_000) == pytest.approx(
+        PAPER.base + PAPER.per_token * rest / PAPER_FLOPS
+    )
 
 
 def test_a_prefill_waits_for_the_one_before() -> None:

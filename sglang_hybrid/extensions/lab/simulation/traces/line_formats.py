@@ -66,7 +66,8 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     message_starts: positions in the prompt at which messages begin. reply_start: where the next
     turn leaves the prompt, if that is before its end. tenant: a name without meaning for the cache
     salt, extra key and adapter together; prompts of different ones share nothing. hint: what its
-    client said of the session (`Hint.parse`). Other keys are ignored.
+    client said of the session (`Hint.parse`). hit: prompt tokens that the server hit. Other keys
+    are ignored.
     """
 
     t: Seconds
@@ -80,6 +81,7 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     end: Seconds | None = None
     tenant: str = ""
     hint: str | None = None
+    hit: Count | None = None
 
 
 def json_lines(

@@ -12,6 +12,11 @@ from sglang_hybrid.core.costs.cost import UNBOUNDED, IntArray
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.systems import HINDSIGHT, Spec, make_policies
 from sglang_hybrid.core.traffic.recorder import RequestWindow
+from sglang_hybrid.extensions.lab.simulation.baselines import (
+    SGLANG_RUNNING_STATES,
+    SglangPlus,
+    SglangSimulator,
+)
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.simulator import Cache, Outcome, Simulator
 from sglang_hybrid.extensions.lab.simulation.tiers.tiered_server import TieredServerSimulator
@@ -27,6 +32,11 @@ CANDIDATES = (
 )
 """Beside the paper's, the reuse index, with and without what answers and hints tell. Of equals the
 first one is chosen.
+"""
+
+SGLANG = Spec("sglang")
+"""SGLang's own cache, to compare with: its rules, and its division of the memory. It has no tiers
+here.
 """
 
 
@@ -73,13 +83,23 @@ def counted_hits(
 def hits_within(
     window: RequestWindow, job: tuple[Spec, Budget], count_step: Callable[[], None]
 ) -> IntArray:
-    """Tokens that each request of `window` that counts hits [n] under a policy, with another memory
-    than the window's: two pools, or bytes that KV and states share. It is here, and not beside who
-    asks: a worker imports the module of its work, and extensions/page/what_if.py imports SGLang.
+    """Tokens that each request of `window` that counts hits [n] under a policy, or in SGLang's own
+    cache, with another memory than the window's: two pools, or bytes that KV and states share.
+    It is here, and not beside who asks: a worker imports the module of its work, and
+    extensions/page/what_if.py imports SGLang.
     """
     spec, budget = job
-    serving = window.serving and replace(window.serving, one_memory=isinstance(budget, int))
-    return counted_hits(replace(window, budget=budget, serving=serving), spec)
+    if spec != SGLANG:
+        serving = window.serving and replace(window.serving, one_memory=isinstance(budget, int))
+        return counted_hits(replace(window, budget=budget, serving=serving), spec)
+    cache: Cache
+    if window.cost.state_bytes:
+        running = None if window.serving is None else SGLANG_RUNNING_STATES
+        cache = SglangSimulator(window.cost, budget, running_states=running)
+    else:  # a plain radix cache
+        cache = SglangPlus(window.cost, budget, window.min_branch_tokens)
+    outcomes = [cache.serve(request) for request in window.requests][window.counted_from :]
+    return np.array([outcome.hit_len for outcome in outcomes], dtype=np.int64)
 
 
 def search(

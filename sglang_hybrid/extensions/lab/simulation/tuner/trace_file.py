@@ -152,6 +152,7 @@ def as_line(record: Finished, t: float) -> RecordedLine:
         reply_start=record.reply_start,
         tenant=record.tenant,
         hint=None if record.hint is None else str(record.hint),
+        hit=record.hit_len,
     )
 
 

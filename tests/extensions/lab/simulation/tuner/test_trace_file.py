@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import logging
 import os
 import time
@@ -41,7 +42,7 @@ def arrivals(path: Path) -> list[float]:
 def test_a_file_is_a_trace_that_the_replay_reads(tmp_path: Path) -> None:
     some = records(templates(20))
     file = TraceFile(tmp_path / "trace.jsonl")
-    some[5] = replace(some[5], tenant="0f")
+    some[5] = replace(some[5], tenant="0f", hit_len=3)
     for record in (some[0], some[2], some[1], *some[3:]):  # in the order in which they ended
         file.add(record)
     file.close()
@@ -51,6 +52,8 @@ def test_a_file_is_a_trace_that_the_replay_reads(tmp_path: Path) -> None:
     assert [r.tokens.tolist() for r in read] == [r.tokens.tolist() for r in some]
     assert [r.input_len for r in read] == [r.input_len for r in some]
     assert [r.tenant for r in read] == [r.tenant for r in some]
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").open()]
+    assert (lines[5]["hit"], lines[6]["hit"]) == (3, some[6].hit_len)
 
 
 def test_only_its_owner_can_read_a_file(tmp_path: Path) -> None:
