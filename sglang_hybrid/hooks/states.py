@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sglang_hybrid.checkpoints.tracks import PrefillTracks
 
+HELD_AND_KEPT = 2
+"""State slots: the one that a running request holds, and one that the cache keeps for it."""
+
 
 def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int:
-    """State slots that a running request counts for: as SGLANG_HYBRID_SLOTS_PER_REQUEST says."""
+    """State slots that a running request counts for: as SGLANG_HYBRID_SLOTS_PER_REQUEST says, or
+    where it holds one, that and another one for the cache. SGLang says 3: it takes two for what is
+    kept of a prefill.
+    """
     from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
-    from sglang.srt.runtime_context import get_exec, get_memory, get_schedule
+    from sglang.srt.runtime_context import get_exec, get_memory, get_schedule, get_spec
 
     memory = get_memory()
     if memory.disable_radix_cache or memory.radix_cache_backend != "hybrid":
         return mamba_ratio(configurator)
     from sglang_hybrid.cache.state_slots.slots import slots_per_request
-    from sglang_hybrid.checkpoints.support import receives_states
+    from sglang_hybrid.checkpoints.support import plans_checkpoints, receives_states
 
     needed: int = 1 + get_mamba_tracking_slots(
         extra_buffer=get_exec().mamba.enable_mamba_extra_buffer,
@@ -28,7 +34,12 @@ def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int:
     if receives_states(configurator.server_args):
         return needed  # the cache takes none
     slots = slots_per_request(needed)
-    return mamba_ratio(configurator) if slots is None else slots
+    if slots is not None:
+        return slots
+    drafts = get_spec().speculative_algorithm is not None  # each request has states of drafts, too
+    if needed == 1 and not drafts and plans_checkpoints(configurator.server_args):
+        return HELD_AND_KEPT
+    return mamba_ratio(configurator)
 
 
 class _WithoutOverlap:
