@@ -97,6 +97,18 @@ def encode_texts(tokenizer: Any, texts: Sequence[Any], **kwargs: Any) -> Mapping
     return {"input_ids": [encode_text(tokenizer, texts[0], {}, encode)]}
 
 
+def cut_places(
+    tokenizer: Any, text: str, encode_kwargs: Mapping[str, Any], ids: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Characters and tokens before each added token at which `text` may be cut, ascending; none
+    where that is not known.
+
+    ids [n]: the tokens of `text`, encoded with `encode_kwargs`.
+    """
+    encoder = PieceEncoder.of(tokenizer) if len(text) >= LONG else None
+    return [] if encoder is None else encoder.cut_places(text, encode_kwargs, ids)
+
+
 class KeptPieces:
     """Token ids by key, those used last, within a bound of bytes. Threads may share it."""
 
@@ -200,6 +212,25 @@ class PieceEncoder:
             self._checks.offer(lambda: self._tokenizer.encode(text, **encode_kwargs), ids)
         return ids.tolist()
 
+    def cut_places(
+        self, text: str, encode_kwargs: Mapping[str, Any], ids: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """See the function of this name."""
+        around = self._around_of(encode_kwargs)
+        if around is None:
+            return []
+        cuts = [match.span() for match in self._pattern.finditer(text)]
+        begin, end = len(around[0]), len(ids) - len(around[1])
+        places = self._cut_ids_in(ids[begin:end], [self._cuts[text[slice(*cut)]] for cut in cuts])
+        return [(cut[0], begin + at) for cut, at in zip(cuts, places, strict=False)]
+
+    def _cut_ids_in(self, ids: Sequence[int], expected: Sequence[int]) -> list[int]:
+        """Where in `ids` the tokens stand at which a text may be cut; none if those are not
+        `expected`: other text has such a token, too, as a normalizer may make it.
+        """
+        found = [at for at, token in enumerate(ids) if token in self._cut_ids]
+        return found if [ids[at] for at in found] == list(expected) else []
+
     def _around_of(
         self, encode_kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[int], Sequence[int]] | None:
@@ -223,11 +254,10 @@ class PieceEncoder:
         """Keep pieces that were encoded together as `ids`.
 
         expected: the tokens in `ids` at which a text could be cut; inner: of these, those at which
-        the second piece and those behind it begin. Nothing is kept where other text has such a
-        token, too, as a normalizer may make it.
+        the second piece and those behind it begin.
         """
-        found = [at for at, token in enumerate(ids) if token in self._cut_ids]
-        if [ids[at] for at in found] == list(expected):
+        found = self._cut_ids_in(ids, expected)
+        if found or not expected:
             starts = [0, *(found[place] for place in inner), len(ids)]
             pieces = [ids[start:end] for start, end in pairwise(starts)]
             self._kept.put(zip(keys, pieces, strict=True))
@@ -254,14 +284,16 @@ class Checks:
 
     def _compare(self, encode: Callable[[], Sequence[int]], ids: array[int]) -> None:
         begin = time.monotonic()
-        if array("i", encode()) != ids:
-            self.has_differed = True
+        try:
+            self.has_differed = array("i", encode()) != ids
+        finally:
+            end = time.monotonic()
+            self._next = end + (end - begin) / CHECKED_SHARE
+        if self.has_differed:
             logger.error(
                 "sglang_hybrid: this tokenizer encodes the pieces of a text otherwise than the "
                 "whole; from now on texts are encoded as a whole."
             )
-        end = time.monotonic()
-        self._next = end + (end - begin) / CHECKED_SHARE
 
 
 def cut_tokens(tokenizer: Any) -> dict[str, int]:
