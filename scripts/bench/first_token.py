@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import requests
 
@@ -45,7 +46,7 @@ class Chat:
             }
         ).encode()
         url, headers = self._url + "/v1/chat/completions", {"Content-Type": "application/json"}
-        first, usage = 0.0, {}
+        first, usage = 0.0, dict[str, Any]()
         begin = time.perf_counter()
         with self._connection.post(url, data=body, headers=headers, stream=True) as answer:
             answer.raise_for_status()
