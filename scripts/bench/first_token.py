@@ -87,6 +87,11 @@ def first_tokens(models: Sequence[Path], lengths: Sequence[int], rounds: int) ->
             new = median(prompt - cached for _, cached, prompt in found)
             cached = median(cached for _, cached, _ in found)
             table.row(
-                *(model.name, f"{cached:,.0f}", f"{new:,.0f}", f"{1e3 * seconds:.0f}"),
+                *(_kind(model), f"{cached:,.0f}", f"{new:,.0f}", f"{1e3 * seconds:.0f}"),
                 f"{seconds / base:.2f}",
             )
+
+
+def _kind(model: Path) -> str:
+    """What a model's config says that it is."""
+    return str(json.loads((model / "config.json").read_text())["model_type"])
