@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import psutil
 
 from scripts.bench.commands import Count
+from scripts.bench.first_token import first_tokens
 from scripts.bench.report import BenchFailed, Table
 from scripts.bench.servers import (
     STEPS,
@@ -86,12 +87,19 @@ def server(
         tuple[Path, ...], "model directories to measure (default: the embedded one and 100 M)"
     ] = (),
     requests: Annotated[Count, "prompts per model"] = 16,
+    hits: Annotated[
+        tuple[int, ...], "instead: chats behind so many cached tokens (default model: mamba2)"
+    ] = (),
 ) -> None:
     """Prefill and decode tokens per second, time to first token and peak memory of a served model.
 
     Starts the server and drives it through SGLang's own `bench_serving` for the default model and
-    one of about 100 M parameters.
+    one of about 100 M parameters. With --hits it is the time to the first token of chats of text
+    that the cache knows but for about 800 tokens, over HTTP: a chat of each length, by turns.
     """
+    if hits:
+        first_tokens(models, hits, requests)
+        return
     start = time.monotonic()
     table = Table(
         *("model", "parameters, M", "prefill, tokens/s", "decode, tokens/s", "TTFT P50, ms"),

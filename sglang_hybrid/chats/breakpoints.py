@@ -9,11 +9,14 @@ between tokens however the text goes on.
 from __future__ import annotations
 
 import string
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from sglang_hybrid.serving.requests.encoded_pieces import cut_places
 
 MARK = "\ue000"
 """What a block is continued with: a character for private use, which no template writes."""
@@ -73,20 +76,18 @@ def token_positions(
     if not getattr(tokenizer, "is_fast", False):
         return [None] * len(places)
     ends = [_end(text, place) for place in places]
-    known = max((end for end in ends if end is not None), default=0)
-    tokens = _Tokens(tokenizer, encode_kwargs, text[: known + AHEAD])
+    cuts = cut_places(tokenizer, text, encode_kwargs, ids)
     found: list[int | None] = []
     for place, end in zip(places, ends, strict=True):
         position = None
         if end is not None:
+            tokens = _Tokens.before(end, tokenizer, encode_kwargs, text, cuts)
             following = CONTINUATIONS if place.open_ended else ()
             others = [variant[end : end + AHEAD] for variant in place.variants]
             # Blanks at the end may become a part of those that follow, however many these are.
             most = len(text[:end].rstrip()) if place.open_ended else end
             position = tokens.last_boundary(end, most, [*others, *following])
-        if position is not None and not (
-            0 < position < len(ids) and tokens.ids[:position] == list(ids[:position])
-        ):
+        if position is not None and not (0 < position < len(ids) and tokens.are_of(ids, position)):
             position = None
         found.append(position)
     return found
@@ -119,23 +120,55 @@ def _end(text: str, place: BlockEnd) -> int | None:
 
 
 class _Tokens:
-    """A text's tokens, and the characters that each covers."""
+    """Tokens of a text, and the characters that each covers: from `start` on, characters and tokens
+    before an added token at which the text may be cut, or all.
+    """
 
-    def __init__(self, tokenizer: Any, encode_kwargs: Mapping[str, Any], text: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        encode_kwargs: Mapping[str, Any],
+        text: str,
+        start: tuple[int, int] = (0, 0),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._text = text
-        self.ids, self._offsets = self._encode(text, encode_kwargs)
+        self._character, self._token = start
+        self._text = text[self._character :]
+        kwargs = encode_kwargs if start == (0, 0) else {"add_special_tokens": False}
+        self.ids, self._offsets = self._encode(self._text, kwargs)
         self._ends = np.array([end for _, end in self._offsets], np.int64)
+
+    @classmethod
+    def before(
+        cls,
+        place: int,
+        tokenizer: Any,
+        encode_kwargs: Mapping[str, Any],
+        text: str,
+        cuts: Sequence[tuple[int, int]],
+    ) -> _Tokens:
+        """Those around character `place` of `text`, from an added token so far before it that what
+        is before that does not matter.
+        """
+        behind = bisect_right(cuts, place, key=lambda cut: cut[0])
+        near = cuts[behind - 1][1] if behind else 0
+        first = bisect_right(cuts, near - WINDOW, key=lambda cut: cut[1])
+        start = cuts[first - 1] if first else (0, 0)
+        return cls(tokenizer, encode_kwargs, text[: place + AHEAD], start)
+
+    def are_of(self, ids: Sequence[int], position: int) -> bool:
+        """Whether the tokens before `position` are those of `ids`."""
+        return self.ids[: position - self._token] == list(ids[self._token : position])
 
     def last_boundary(self, place: int, most: int, continuations: Sequence[str]) -> int | None:
         """The most tokens that end at character `most` or before it whatever follows at character
         `place`.
         """
-        beyond = np.flatnonzero(self._ends > most)
+        beyond = np.flatnonzero(self._ends > most - self._character)
         last = int(beyond[0]) if beyond.size else len(self.ids)
         for position in range(last, max(0, last - AGREED), -1):
-            if all(self._stays(position, place, text) for text in continuations):
-                return position
+            if all(self._stays(position, place - self._character, text) for text in continuations):
+                return self._token + position
         return None
 
     def _stays(self, position: int, place: int, continuation: str) -> bool:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
+from sglang_hybrid.serving.requests.encoded_pieces import Encode, encode_text
 from sglang_hybrid.serving.requests.texts import check_rendered
-
-Encode: TypeAlias = Callable[[str, Mapping[str, Any]], list[int]]
-"""From a rendered chat and what SGLang passes to the tokenizer with it to token ids."""
 
 _instead: ContextVar[Encode | None] = ContextVar("instead", default=None)
 
@@ -48,7 +47,7 @@ def encode_chat(
     if instead is not None:
         return instead(text, encode_kwargs)
     check_rendered(text)
-    return encode(tokenizer, text, encode_kwargs)
+    return encode_text(tokenizer, text, encode_kwargs, partial(encode, tokenizer))
 
 
 def is_encoded_otherwise() -> bool:

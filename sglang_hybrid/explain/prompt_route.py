@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -87,15 +88,16 @@ async def prompt(route: str, request: Request) -> Response:
     path = f"/{route}"
     if path not in ROUTES:
         routes = ", ".join(sorted(ROUTES))
-        told = {"error": {"message": f"{path} sends no prompt to be answered; these do: {routes}."}}
-        return JSONResponse(told, HTTPStatus.NOT_FOUND)
+        error = {"message": f"{path} sends no prompt to be answered; these do: {routes}."}
+        return JSONResponse({"error": error}, HTTPStatus.NOT_FOUND)
     asked = _Asked()
     _asked.set(asked)
     serving = asyncio.create_task(_serve(request, path))
     try:
         await asyncio.wait((serving, asked.found), return_when=asyncio.FIRST_COMPLETED)
         if asked.found.done():
-            return JSONResponse(asked.found.result())
+            told = orjson.dumps(asked.found.result())
+            return Response(told, media_type="application/json")
         return serving.result()
     finally:
         asked.closed.set()

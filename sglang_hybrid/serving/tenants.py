@@ -58,6 +58,9 @@ Tenant: TypeAlias = NamedTenant | None
 FIELDS = ("extra_key", "cache_salt")
 """What a request says of its tenant, beside its adapter."""
 
+ADAPTER_FIELDS = ("model", "lora_path")
+"""The fields of a body that may name an adapter."""
+
 EXTRA_KEY = FIELDS[0]
 HEADER = "Tenant"
 """The header of ours (headers.py) that says an extra key."""
@@ -109,6 +112,25 @@ def tenant_of_http(http: Request) -> Tenant:
     extra_key, salt = (said.get(name) for name in FIELDS)
     key = _key_part(http)
     return tenant(_with_key(_without_key(extra_key, key), key), salt)  # type: ignore[arg-type]
+
+
+def http_owner() -> bytes | None:
+    """Names the tenant of the HTTP request that is served now, by its adapter too, for what a
+    process keeps of texts: 32 bytes. None where no HTTP request is served, or one of several
+    tenants.
+    """
+    http = _served.get()
+    if http is None:
+        return None
+    body = getattr(http, "_json", None)
+    named = [body.get(name) for name in ADAPTER_FIELDS] if isinstance(body, Mapping) else []
+    if any(not isinstance(name, str | None) for name in named):
+        return None
+    try:
+        who = repr((tenant_of_http(http), named))
+    except ValueError:
+        return None
+    return blake2b(who.encode(errors="surrogatepass"), digest_size=32).digest()
 
 
 def serve_for(http: Http) -> Http:

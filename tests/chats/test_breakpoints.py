@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 
+from sglang_hybrid.chats import breakpoints
 from sglang_hybrid.chats.breakpoints import (
     MARK,
     BlockEnd,
@@ -22,6 +23,7 @@ from sglang_hybrid.chats.breakpoints import (
 )
 from sglang_hybrid.chats.rendering import Rendering, encode_chat, render_chat
 from sglang_hybrid.hooks import serving
+from sglang_hybrid.serving.requests import encoded_pieces
 
 
 def position(tokenizer: Any, before: str, after: str, *, open_ended: bool = True) -> int | None:
@@ -110,6 +112,48 @@ def test_a_position_is_a_boundary_whatever_follows(
     ids = tokenizer.encode(head + before + after)[:found]
     for other in others:
         assert tokenizer.encode(head + before + other)[:found] == ids
+
+
+class Watched:
+    """A tokenizer that counts the characters of which it tells offsets."""
+
+    is_fast = True
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.characters = 0
+
+    def __call__(self, text: str, **kwargs: Any) -> Any:
+        self.characters += len(text)
+        return self._tokenizer(text, **kwargs)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    messages=st.lists(PIECES, min_size=1, max_size=6),
+    at=st.integers(0, 10_000),
+    open_ended=st.booleans(),
+)
+def test_long_chats_are_looked_at_around_the_place_only(
+    tokenizer: Any, messages: list[str], at: int, open_ended: bool
+) -> None:
+    """The position is that of a search in the whole chat."""
+    long = "some words that go on. " * 40
+    text = "".join(f"<|im_start|>user\n{long}{each}<|im_end|>\n" for each in [*messages, *"abcdef"])
+    place = BlockEnd([text[: at % len(text)] + MARK], open_ended)
+    ids = tokenizer.encode(text)
+    (found,) = token_positions(tokenizer, {}, text, ids, [place])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(breakpoints, "cut_places", lambda *_: [])
+        assert token_positions(tokenizer, {}, text, ids, [place]) == [found]
+    watched = Watched(tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            breakpoints, "cut_places", lambda _, *rest: encoded_pieces.cut_places(tokenizer, *rest)
+        )
+        assert token_positions(watched, {}, text, ids, [place]) == [found]
+    several = 40 * (200 + breakpoints.AHEAD)  # continuations, each behind some tokens
+    assert watched.characters < 3 * len(long) + several
 
 
 def test_a_chat_is_rendered_without_being_tokenized() -> None:

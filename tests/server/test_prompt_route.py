@@ -10,6 +10,7 @@ import pytest
 import requests
 
 from sglang_hybrid.explain.prompt_route import PREFIX, ROUTES
+from sglang_hybrid.extensions.cpu.models.tokenizer import build_tokenizer
 from sglang_hybrid.extensions.router import Replicas
 from tests.server.client import greedy, random_prompt, settle, until
 from tests.tenant_routes import PROMPTS
@@ -52,6 +53,27 @@ def test_what_is_told_is_what_is_sent(
     assert sent.status_code == 200, sent.text
     assert held(replicas, url, asked.json()) >= len(asked.json()["input_ids"]) - 1
     assert held(replicas, url, asked.json() | {"tenant": ""}) == 0
+
+
+@pytest.mark.parametrize("tenant", [{}, {"extra_key": "one"}])
+def test_a_long_chat_that_goes_on_has_the_tokens_of_its_text(
+    url: str, tenant: dict[str, str]
+) -> None:
+    """They are put together from those of its messages (serving/requests/encoded_pieces.py)."""
+    tokenizer = build_tokenizer()
+    messages, text = [], ""
+    for turn in range(4):
+        said = f"{turn}: {TEXT * 4}"
+        messages.append({"role": "user", "content": said})
+        text += f"<|im_start|>user\n{said}<|im_end|>\n"
+        prompt = text + "<|im_start|>assistant\n"
+        ids = tokenizer.encode(prompt).ids
+        chat = {"model": "default", "messages": messages, **tenant}
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/generate", {"text": prompt, **tenant}),
+        ):
+            assert post(url, PREFIX + path, body).json()["input_ids"] == ids
 
 
 def test_of_a_batch_and_of_samples_the_first_prompt_is_told(url: str) -> None:

@@ -36,6 +36,7 @@ from tests.server import test_adapters, test_images, test_modular, test_page, te
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
 from tests.serving import test_images as test_serving_images
+from tests.serving.requests import test_encoded_pieces
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 SALT, KEY = "salt-of-a-91bc", "key-of-a-7f3a"
@@ -256,6 +257,10 @@ ELSEWHERE: dict[str, list[Callable[..., None]]] = {
     "what was learnt": [test_learning.test_names_of_tenants_are_not_in_the_file],
     "the split that was learnt": [test_learnt_split.test_what_was_written_is_read],
     "modules computed apart": [test_modular.test_a_tenant_has_segments_of_its_own],
+    "tokens of long texts": [
+        test_encoded_pieces.test_tenants_share_nothing,
+        test_encoded_pieces.test_whose_pieces,
+    ],
     "images": [
         test_images.test_tenants_share_no_image_nor_what_the_encoder_made_of_it,
         test_serving_images.test_a_tenant_s_image_has_the_same_ids_and_another_place_with_the_encoder,

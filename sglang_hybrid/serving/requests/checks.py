@@ -196,7 +196,8 @@ def check(
         raise ValueError(f"{given} is {value}; a prompt must have one token at least.")
     if not media:  # a processor has put ids of its own there
         context = manager.context_len
-        fields.token_ids("input_ids", ids[:context], manager.model_config.vocab_size)
+        looked_at = ids if len(ids) <= context else ids[:context]
+        fields.token_ids("input_ids", looked_at, manager.model_config.vocab_size)
     fields.sampling_params(
         request.sampling_params,
         _schema(manager.sampling_params_class),

@@ -300,9 +300,16 @@ def _most_body_bytes(manager: Any) -> int:
     return ESCAPED * text + BESIDE_TEXT + media
 
 
+def in_context(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Callable[[], T]:
+    """`function(*args, **kwargs)` for a thread, which then serves the request that is served here
+    (serving/tenants.py).
+    """
+    return partial(contextvars.copy_context().run, function, *args, **kwargs)
+
+
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """`function(*args, **kwargs)` in one of the threads for what takes long."""
-    call = partial(contextvars.copy_context().run, function, *args, **kwargs)
+    call = in_context(function, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_threads(), call)
 
 

@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any
 
 from sglang_hybrid.chats.fields import ImportedModule, PromptSchema
-from sglang_hybrid.chats.rendering import Encode, encoding
+from sglang_hybrid.chats.rendering import encoding
 from sglang_hybrid.extensions.schemas.declared.registry import Draft, Registry
 from sglang_hybrid.extensions.schemas.declared.resolve import Import, Piece, Prompt, read_prompt
 from sglang_hybrid.extensions.schemas.declared.roles import split_at
@@ -27,6 +27,7 @@ from sglang_hybrid.extensions.schemas.declared.tokens import (
 )
 from sglang_hybrid.extensions.schemas.endpoints import apart
 from sglang_hybrid.extensions.schemas.endpoints.server_registry import registry_of
+from sglang_hybrid.serving.requests.encoded_pieces import Encode
 from sglang_hybrid.serving.requests.errors import mistakes_are_value_errors
 from sglang_hybrid.serving.tenants import tenant
 
