@@ -116,7 +116,7 @@ def what_the_cache_did_is_told(server: ServerProcess) -> dict[str, Any]:
         sample.name for family in text_string_to_metric_families(text) for sample in family.samples
     }
     asked = {name for name in dashboard.metrics() if name.startswith("sglang:")}
-    assert len(asked) == 8 and asked <= exported
+    assert len(asked) == 10 and asked <= exported
     return after
 
 

@@ -342,9 +342,14 @@ def test_a_split_as_sglang_makes_it() -> None:
     assert Split.of(GB, attention).kv_tokens == GB // PAPER.kv_bytes_per_token
 
 
-def test_a_split_as_we_default_it_has_a_state_per_thousand_tokens() -> None:
-    budget = Split.of(10 * GB, PAPER)
+def test_a_split_as_we_default_it() -> None:
+    """A state per 1,000 tokens where states are small; of large ones fewer, and a bound."""
+    tokens = PAPER.state_bytes / PAPER.kv_bytes_per_token
+    small = replace(PAPER, state_bytes=PAPER.state_bytes // 4)
+    budget = Split.of(10 * GB, small)
     assert budget.kv_tokens / budget.slots == pytest.approx(1_000, rel=1e-2)
+    budget = Split.of(10 * GB, PAPER)
+    assert budget.slots / budget.kv_tokens * tokens == pytest.approx(0.2 + tokens / 5_500, rel=1e-2)
     large = replace(PAPER, state_bytes=100 * PAPER.state_bytes)
     assert Split.of(1_000 * GB, large).slots == 600 * GB // large.state_bytes
 
