@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from scripts.bench.commands import one_of
 from scripts.bench.report import Table
-from scripts.bench.traces import RULES, TRACES, Folder, Row, Seeds, percent, read_or_generate
-from sglang_hybrid.extensions.lab.runner import Runner
+from scripts.bench.traces import (
+    COST,
+    RULES,
+    TRACES,
+    Folder,
+    Row,
+    Seeds,
+    read_agents,
+    read_or_generate,
+)
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
 from sglang_hybrid.extensions.lab.systems import Spec
+from tests.rehearsal.models import MODELS
 
+AGENTS_MODEL = "Qwen3.5-35B"
 TITLES = {"paper": "paper", "served": "two pools", "one": "one memory"}
 CLAIRVOYANT = Spec("clairvoyant")
 
@@ -23,19 +35,22 @@ def lru(rules: str) -> Spec:
 
 @dataclass
 class Bench:
-    """Hit rates in percent, each measured once."""
+    """Hit rates in percent, each measured once. flops: of the FLOPs of prompts, not of tokens."""
 
     runner: Runner
     rows: list[Row]
-    _known: dict[tuple[object, ...], float] = field(default_factory=dict)
+    cost: CostModel = COST
+    flops: bool = False
+    _known: dict[tuple[object, ...], Result] = field(default_factory=dict)
 
     def hit_rate(self, spec: Spec, row: Row, rules: str) -> float:
         key = (spec, row, rules)
         if key not in self._known:
             trace, size = row
-            rate = percent(self.runner, spec, trace, int(size * 1e9), serving=RULES[rules])
-            self._known[key] = rate
-        return self._known[key]
+            job = Job(spec, trace, self.cost, int(size * 1e9), serving=RULES[rules])
+            self._known[key] = self.runner.run(job)
+        found = self._known[key]
+        return 100 * (found.flops_saved if self.flops else found.hit_rate)
 
     def limits(self, row: Row, rules: str) -> tuple[float, float]:
         """LRU's hit rate, SGLang's own where two pools are served, and the clairvoyant one."""
@@ -103,12 +118,21 @@ def policies(
     rules: Annotated[tuple[str, ...], one_of(RULES)] = tuple(RULES),
     traces: Folder = TRACES,
     generated: Seeds = None,
+    agents: Annotated[bool, "agents' conversations at full length, Qwen3.5-35B's sizes"] = False,
 ) -> None:
     """How much of the distance from LRU to a clairvoyant eviction a policy closes.
 
     A row per trace and size of the cache, request after request, starting cold, by the paper's
     rules, as served with two pools, and as served with one memory for KV and states. Token hit
-    rates in percent. Rows whose distance is below a point do not count in the mean.
+    rates in percent. Rows whose distance is below a point do not count in the mean. With agents
+    also in FLOPs: the last tokens of a long prompt cost a multiple of its first ones.
     """
-    bench = Bench(*read_or_generate(traces, generated))
-    show(bench, [Spec.parse(text) for text in policy.split(",")], rules)
+    specs = [Spec.parse(text) for text in policy.split(",")]
+    if not agents:
+        show(Bench(*read_or_generate(traces, generated)), specs, rules)
+        return
+    bench = Bench(*read_agents(traces), CostModel.from_config(MODELS[AGENTS_MODEL]))
+    print("Of the prompts' tokens:\n")
+    show(bench, specs, rules)
+    print("\nOf the FLOPs to prefill them:\n")
+    show(replace(bench, flops=True), specs, rules)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from tempfile import TemporaryDirectory
+from typing import Annotated, TypeVar
 
 from scripts.bench.report import ROOT, BenchFailed
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.server_settings import Budget, Serving
+from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.cpu.models.tokenizer import FIRST_TEXT_ID
-from sglang_hybrid.extensions.lab.runner import Job, Runner
+from sglang_hybrid.extensions.lab.runner import Runner
 from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Draw
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.generators import Traffic, generate, traffic
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
 from sglang_hybrid.extensions.lab.simulation.traces.slices import to_vocabulary
-from sglang_hybrid.extensions.lab.systems import Spec
 
 TRACES = ROOT.parent / "shared" / "traces"
 SIZES: dict[str, tuple[float, ...]] = {  # GB, by trace
@@ -37,6 +38,10 @@ GENERATED: dict[str, tuple[float, ...]] = {
 Folder = Annotated[Path, "the folder of the traces"]
 Seeds = Annotated[int | None, {"metavar": "SEEDS"}, "generated traffic instead, from these seeds"]
 """For options: where traces are, and how many seeds of generated traffic replace them."""
+
+AGENTS = "agentx_dev"
+AGENT_SIZES = (5, 10, 20, 40)
+"""Conversations of agents at their full length, up to 707,000 tokens, and GB for them."""
 
 COST = CostModel.paper_7b()
 RULES = {"paper": None, "served": Serving(), "one": Serving(one_memory=True)}
@@ -70,6 +75,19 @@ def read_named(folder: Path, name: str) -> list[Request]:
     return read_trace(find(name, folder), Reading(limit, max_input=32_768))
 
 
+def read_agents(folder: Path) -> tuple[Runner, list[Row]]:
+    """The conversations of `AGENTS`, one beginning each 100 s, and their rows. Raises
+    BenchFailed.
+    """
+    packed = folder / f"{AGENTS}.tar.gz"
+    if not packed.is_file():
+        raise BenchFailed(f"{packed.name} is not in {folder.name}/")
+    with TemporaryDirectory() as unpacked, tarfile.open(packed) as archive:
+        archive.extractall(unpacked, filter="data")
+        found = read_trace(Path(unpacked) / AGENTS, Reading(session_rate=0.01), "blocks")
+    return Runner({AGENTS: found}), rows_of({AGENTS: AGENT_SIZES})
+
+
 def read_or_generate(folder: Path, seeds: int | None) -> tuple[Runner, list[Row]]:
     """The traces of SIZES, or with `seeds` so many of each kind of GENERATED, and their rows."""
     if not seeds:
@@ -82,13 +100,6 @@ def read_or_generate(folder: Path, seeds: int | None) -> tuple[Runner, list[Row]
             traces[f"{kind} {seed}"] = generate(kind, how, seed)
             sizes[f"{kind} {seed}"] = gigabytes
     return Runner(traces), rows_of(sizes)
-
-
-def percent(
-    runner: Runner, spec: Spec, trace: str, budget: Budget, cost: CostModel = COST, **how: Any
-) -> float:
-    """The share of the prompt tokens that a policy hits; how: as in `Job`."""
-    return 100 * runner.run(Job(spec, trace, cost, budget, **how)).hit_rate
 
 
 def rows_of(sizes: Mapping[str, Sequence[float]]) -> list[Row]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from scripts.bench import report
+from scripts.bench import policies, report, traces
 from scripts.bench.figure import MEMORIES, Pair, draw, read_pairs, read_rates
 from scripts.bench.report import RESULTS, BenchFailed, Table, stamp
 from scripts.bench.results import (
@@ -241,3 +243,32 @@ def test_a_failing_command_of_a_page_is_an_error() -> None:
     with pytest.raises(BenchFailed, match="results --sizes x` ended with status 2"):
         execute(page)
     assert not (RESULTS / "nothing.md").exists()
+
+
+def test_conversations_of_agents_are_measured_in_tokens_and_flops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A conversation of three turns that resumes all it has: later tokens are dearer."""
+    turns = [
+        {"t": 10 * n, "in": 6_400 * (n + 1), "out": 1, "hash_ids": list(range(100 * (n + 1)))}
+        for n in range(3)
+    ]
+    folder = tmp_path / traces.AGENTS
+    folder.mkdir()
+    (folder / "trace_1.json").write_text(json.dumps({"block_size": 64, "requests": turns}))
+    with tarfile.open(tmp_path / f"{traces.AGENTS}.tar.gz", "w:gz") as archive:
+        archive.add(folder, traces.AGENTS)
+    monkeypatch.setattr(traces, "AGENT_SIZES", (5,))
+    policies.policies("reuse", ("one",), tmp_path, agents=True)
+    in_tokens, in_flops = [
+        [float(cell) for cell in line.split("|")[2:6] if cell.strip()]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(f"| {traces.AGENTS}")
+    ]
+    assert in_tokens[0] == 5 and in_tokens[1] == pytest.approx(100 * 19_198 / 38_400, abs=0.2)
+    assert in_flops[1] < in_tokens[1]
+
+
+def test_agents_without_their_trace_are_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(BenchFailed, match=r"agentx_dev.tar.gz is not in"):
+        traces.read_agents(tmp_path)
