@@ -38,5 +38,6 @@ if __name__ == "__main__":
         out = timings.Prefill(layer, 130, with_sglang=True)()
         leaves = timings.Prefill(layer, 130, [40, 64, 130], with_sglang=True)
         assert leaves().isfinite().all(), layer
+        assert leaves.states[2:].flatten(1).any(1).all(), layer
         assert out.shape == (130, layer.hidden) and out.isfinite().all() and out.any(), layer
     print(torch.__version__)
