@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from sglang_hybrid.core.extensions import extension
-from sglang_hybrid.core.own_files import identity_of, read_file, write_file
+from sglang_hybrid.core.own_files import (
+    OWN_FOLDER,
+    identity_of,
+    own_caches,
+    read_file,
+    write_file,
+)
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import SHARED
 
 logger = logging.getLogger(__name__)
-
-OWN_FOLDER = "sglang_hybrid"
-"""Among the user's cached files."""
 
 SUFFIX = ".split"
 MOST_BYTES = 4_096
@@ -44,8 +46,8 @@ class LearntSplit(msgspec.Struct, frozen=True):
 
 def split_path(server_args: Any) -> Path | None:
     """Where a server with these arguments (SGLang's) keeps its split: in the folder of its disk
-    tier, or among the user's cached files (`XDG_CACHE_HOME`). None where several machines, which
-    might differ, have to divide alike.
+    tier, or among the user's cached files (`own_caches`). None where several machines, which might
+    differ, have to divide alike, and where there is no such folder: the user has no home.
     """
     it, options = server_args, HybridConfig.from_environment()
     if it.nnodes > 1:
@@ -61,8 +63,10 @@ def split_path(server_args: Any) -> Path | None:
             folder: Path = extension("disk.folder").disk_folder(named, extra)
             tier: str = extension("disk.tier_folder").TIER
             return folder / tier / file
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / OWN_FOLDER / file
+    try:
+        return own_caches() / file
+    except RuntimeError:
+        return None
 
 
 def read_split(path: Path) -> LearntSplit | None:

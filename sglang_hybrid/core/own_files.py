@@ -22,11 +22,22 @@ from typing import Any
 UNFINISHED = f".{secrets.token_hex(4)}.tmp"
 """End of the names under which this process writes files."""
 
+OWN_FOLDER = "sglang_hybrid"
+"""The name of ours among the user's folders of cached files."""
+
 _UNFINISHED_NAME = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 
 
 class ForeignFile(OSError):
     """Something that is not ours has the name of a file or folder of ours; `strerror` says what."""
+
+
+def own_caches() -> Path:
+    """Our folder among the user's cached files: below `XDG_CACHE_HOME`, or below `.cache` at home.
+    It need not exist. Raises RuntimeError where the user has no home.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / OWN_FOLDER
 
 
 def identity_of(facts: Mapping[str, Any]) -> str:

@@ -86,6 +86,17 @@ def test_without_a_disk_tier_it_is_among_the_cached_files(
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_user_without_a_home_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container under a user id that nobody knows: the server starts all the same."""
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    assert split_path(arguments(enable_hierarchical_cache=False)) is None
+
+
 def test_a_store_that_servers_share_has_it_there_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

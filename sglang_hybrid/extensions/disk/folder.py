@@ -32,7 +32,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from sglang_hybrid.core.own_files import identity_of, open_regular, read_file, write_file
+from sglang_hybrid.core.own_files import (
+    identity_of,
+    open_regular,
+    own_caches,
+    read_file,
+    write_file,
+)
 from sglang_hybrid.extensions.disk.other_models import (
     LOCK,
     MANIFEST,
@@ -71,8 +77,7 @@ def disk_folder(named: str, extra_config: Mapping[str, Any]) -> Path:
     )
     if named:
         return Path(named).expanduser().absolute()
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "sglang_hybrid" / "tiers"
+    return own_caches() / "tiers"
 
 
 class RankFolder:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
+from sglang_hybrid.core.own_files import own_caches
 from sglang_hybrid.extensions.cpu.models.architectures import (
     ARCHITECTURES,
     Architecture,
@@ -79,9 +80,7 @@ def tiny_model_directory(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
 
     The name ends in a version of the content, so a change of the builder never meets an old model.
     """
-    cache_home = os.environ.get("XDG_CACHE_HOME")
-    base = Path(cache_home) if cache_home else Path.home() / ".cache"
-    return base / "sglang_hybrid" / "models" / f"{architecture}-{content_version()}"
+    return own_caches() / "models" / f"{architecture}-{content_version()}"
 
 
 def ensure_tiny_model(architecture: str = DEFAULT_ARCHITECTURE) -> Path:

@@ -22,6 +22,8 @@ from typing import IO
 
 import torch
 
+from sglang_hybrid.core.own_files import own_caches
+
 SOURCES = Path(__file__).parents[3] / "kernels" / "native"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-Wno-psabi")
 COMPILERS = ("g++", "c++")
@@ -41,8 +43,7 @@ class NotBuilt(RuntimeError):
 
 def cache_folder() -> Path:
     """Where libraries are kept: the user's folder of caches."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "sglang_hybrid" / "native"
+    return own_caches() / "native"
 
 
 def build(folder: Path | None = None) -> tuple[Path, bool]:
