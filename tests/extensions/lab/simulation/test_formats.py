@@ -4,6 +4,7 @@ sentence.
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import os
@@ -227,6 +228,18 @@ def test_hints_are_recorded(tmp_path: Path) -> None:
     assert [request.hint for request in read] == hints
 
 
+def test_recorded_ids_are_packed(tmp_path: Path) -> None:
+    """A list of numbers is a string in base64; both are the same request."""
+    ids = [0, 1, -1, 2**31 - 1, -(2**31), 150_000]
+    numbers = {"t": 0, "session": 0, "input_ids": ids[:4], "output_ids": ids[4:]}
+    read = read_trace(write(tmp_path / "numbers.jsonl", numbers))
+    assert read[0].tokens.tolist() == ids
+    write_trace(tmp_path / "packed.jsonl", read, "recorded")
+    line = json.loads((tmp_path / "packed.jsonl").read_text())
+    assert line["input_ids"] == base64.b64encode(np.array(ids[:4], "<i4").tobytes()).decode()
+    assert same(read_trace(tmp_path / "packed.jsonl"), read)
+
+
 def test_compact_says_a_prefix_once(tmp_path: Path) -> None:
     tokens = np.arange(10_000, dtype=np.int32)
     ends = [5_000 + 500 * i for i in range(10)]
@@ -257,6 +270,8 @@ BAD = [
     ("recorded", {**RECORDED, "message_starts": [3]}, r":2: .*message_starts do not rise"),
     ("recorded", {**RECORDED, "reply_start": 3}, r":2: .*reply_start is not within"),
     ("recorded", {**RECORDED, "first": 0.5}, r":2: .*older than its arrival"),
+    ("recorded", {**RECORDED, "output_ids": "AAAA"}, r":2: .*packed ids have 3 bytes, not 4"),
+    ("recorded", {**RECORDED, "output_ids": "AA"}, r":2: .*base64"),
 ]
 
 

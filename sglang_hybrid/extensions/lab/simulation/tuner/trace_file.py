@@ -21,7 +21,10 @@ import msgspec
 
 from sglang_hybrid.core.named_files import MOST_BYTES, decode_as, open_named
 from sglang_hybrid.core.traffic.recorder import Finished
-from sglang_hybrid.extensions.lab.simulation.traces.line_formats import RecordedLine
+from sglang_hybrid.extensions.lab.simulation.traces.line_formats import (
+    RecordedLine,
+    packed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +149,8 @@ def as_line(record: Finished, t: float) -> RecordedLine:
     tokens = record.tokens
     return RecordedLine(
         t,
-        tokens[: record.input_len].tolist(),
-        tokens[record.input_len :].tolist(),
+        packed(tokens[: record.input_len]),
+        packed(tokens[record.input_len :]),
         message_starts=list(record.message_starts),
         reply_start=record.reply_start,
         tenant=record.tenant,

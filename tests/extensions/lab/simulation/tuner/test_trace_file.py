@@ -54,6 +54,7 @@ def test_a_file_is_a_trace_that_the_replay_reads(tmp_path: Path) -> None:
     assert [r.tenant for r in read] == [r.tenant for r in some]
     lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").open()]
     assert (lines[5]["hit"], lines[6]["hit"]) == (3, some[6].hit_len)
+    assert {type(line["input_ids"]) for line in lines} == {str}, "packed"
 
 
 def test_only_its_owner_can_read_a_file(tmp_path: Path) -> None:
