@@ -3,7 +3,8 @@
 # server kits, deep replays. Two processes; a file's tests stay in one. Arguments go to pytest.
 #
 #   scripts/test_slow.sh clients     clients of other projects alone, in .venv-clients, which this
-#                                    makes (2.6 GB); without it their tests are skipped
+#                                    makes (2.6 GB, and 1.3 GB with npm); without it their tests
+#                                    are skipped
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
@@ -17,6 +18,18 @@ if [ "${1:-}" = clients ]; then
         "$VENV/bin/python" -m venv --clear "$clients"
         (VENV=$clients && install_packages --no-deps -r "$pins")
         cp "$pins" "$clients/.complete"
+    fi
+    pins="$ROOT/requirements/agents.txt"
+    if ! cmp -s "$pins" "$clients/npm/.complete"; then
+        if command -v npm > /dev/null; then
+            rm -rf "$clients/npm"
+            mkdir "$clients/npm"
+            grep -v '^#' "$pins" |
+                xargs npm install --prefix "$clients/npm" --no-audit --no-fund
+            cp "$pins" "$clients/npm/.complete"
+        else
+            echo "npm is not there: the tests of its clients are skipped." >&2
+        fi
     fi
 fi
 export OMP_WAIT_POLICY=PASSIVE # servers and their tests share the cores

@@ -12,28 +12,39 @@ from typing import Any
 
 import pytest
 
+from tests.server.conftest import default_process as default_process
 from tests.server.conftest import default_server as default_server
+from tests.server.conftest import model_directory as model_directory
 from tests.server.conftest import pytest_itemcollected as pytest_itemcollected
+from tests.server.conftest import serve as serve
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-clients"
+NODE = ENVIRONMENT / "npm"
 PROGRAMS = Path(__file__).parent / "programs"
 
 RunClient = Callable[..., dict[str, Any]]
 """Runs the named program of `programs/` against an address; what it printed. `own`: in the
-environment of the tests, in place of the clients'.
+environment of the tests, in place of the clients'. One for Node.js runs in NODE.
 """
 
 
 @pytest.fixture(scope="session")
-def run_client() -> RunClient:
-    if not (ENVIRONMENT / ".complete").exists():
-        pytest.skip("no .venv-clients: `scripts/test_slow.sh clients` makes it")
-
+def run_client(request: pytest.FixtureRequest) -> RunClient:
     def run(name: str, url: str, own: bool = False) -> dict[str, Any]:
-        python = sys.executable if own else ENVIRONMENT / "bin" / "python"
+        if name.endswith(".mjs"):
+            request.getfixturevalue("node_clients")
+            return ask(["node", "--input-type=module", "-", url], NODE, PROGRAMS / name)
+        if not own and not (ENVIRONMENT / ".complete").exists():
+            pytest.skip("no .venv-clients: `scripts/test_slow.sh clients` makes it")
+        python = sys.executable if own else str(ENVIRONMENT / "bin" / "python")
+        return ask([python, f"{name}.py", url], PROGRAMS)
+
+    def ask(command: list[str], folder: Path, program: Path | None = None) -> dict[str, Any]:
         done = subprocess.run(
-            [python, PROGRAMS / f"{name}.py", url],
+            command,
+            cwd=folder,
+            input=None if program is None else program.read_text(),
             env={**os.environ, "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
             capture_output=True,
             text=True,
@@ -44,3 +55,10 @@ def run_client() -> RunClient:
         return printed
 
     return run
+
+
+@pytest.fixture(scope="session")
+def node_clients() -> None:
+    """Skips where the clients that npm installs are missing."""
+    if not (NODE / ".complete").exists():
+        pytest.skip("no .venv-clients/npm: `scripts/test_slow.sh clients` makes it if npm is there")

@@ -27,7 +27,7 @@ class Client:
 
     Attributes:
         name: as users know it.
-        program: its file in `programs/`.
+        program: its file in `programs/`, without the ending of those in Python.
         did: what the program does.
         told: what the client must be told, beside the address.
         turns: requests at the start that are one conversation: each has the one before it, and its
@@ -131,6 +131,14 @@ CLIENTS = [
         "a tenant in the header `X-Request-Id-Hybrid-Tenant`, since fields are dropped",
         turns=6,
         all_seen=False,
+    ),
+    Client(
+        "Vercel AI SDK",
+        "vercel_ai_agent.mjs",
+        "an agent with tools over six turns and a streamed answer, by `@ai-sdk/openai-compatible` "
+        "and by `@ai-sdk/anthropic`",
+        "`includeUsage` of the first, for streams",
+        turns=6,
     ),
 ]
 
