@@ -37,6 +37,7 @@ from sglang_hybrid.explain.recent import (
     RecentRequests,
     ResumedFrom,
 )
+from sglang_hybrid.serving.requests.cache_fields import fields_of
 from sglang_hybrid.serving.requests.ids import shown_id
 from sglang_hybrid.serving.telemetry.stats import ChangingText, Evicted, RequestReport
 from sglang_hybrid.serving.tenants import Tenant, tenant, tenant_of
@@ -159,6 +160,7 @@ class DecisionLog:
             self.decisions.count,
             self.now(),
             None if known is None else known.known,
+            fields_of(req).route,
         )
         self.recent.put(whose, name, seen, seen.size(name))
 

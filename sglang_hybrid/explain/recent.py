@@ -41,7 +41,7 @@ class RecentRequest:
     tokens: of its prompt. report: is completed with the states that the request leaves. kv: tokens
     whose KV was stored. order: number of decisions before it. at: when, seconds of the cache's
     clock, None where nothing counts them. known: tokens that its tenant had sent before, None if
-    nothing remembers that.
+    nothing remembers that. route: of HTTP by which it came, "" if none.
     """
 
     tokens: array[int]
@@ -51,6 +51,7 @@ class RecentRequest:
     order: int
     at: float | None
     known: int | None = None
+    route: str = ""
 
     def size(self, request_id: str) -> int:
         """Bytes of its prompt and its name."""

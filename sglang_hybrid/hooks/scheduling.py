@@ -135,13 +135,14 @@ def name_tenant(_: None, request: Any, *__: Any, **___: Any) -> None:
 
 def take_cache_fields(request: Any, _: Any, tokenized: Any, *__: Any, **___: Any) -> None:
     """A request keeps our fields of the tokenized one that it is made of; in a session, whose
-    prompt is longer than the client's, none. One that asks for exact copies stays out of what may
-    come from others.
+    prompt is longer than the client's, its route alone. One that asks for exact copies stays out of
+    what may come from others.
     """
-    from sglang_hybrid.serving.requests.cache_fields import NOTHING, fields_of
+    from sglang_hybrid.serving.requests.cache_fields import CacheFields, fields_of
     from sglang_hybrid.storage.codecs.exactness import apart_if_exact
 
-    request.hybrid = fields_of(tokenized) if request.session is None else NOTHING
+    said = fields_of(tokenized)
+    request.hybrid = said if request.session is None else CacheFields(route=said.route)
     request.extra_key = apart_if_exact(request.extra_key, request.hybrid)
 
 

@@ -1,5 +1,5 @@
-"""Middleware of the HTTP server: a request's key is put where the check of keys looks for it, and
-below /hybrid_cache/ nothing is told to web pages of other origins.
+"""Middleware of the HTTP server: a request's key is put where the check of keys looks for it,
+below /hybrid_cache/ nothing is told to web pages of other origins, and the route is remembered.
 """
 
 import base64
@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
@@ -30,6 +31,17 @@ def all_routes(routes: Iterable[Any]) -> Iterable[Any]:
     """
     contexts = getattr(fastapi.routing, "iter_route_contexts", None)
     return routes if contexts is None else contexts(routes)
+
+
+_scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
+
+
+def asked_route() -> str:
+    """The route of the HTTP request that is being answered, as the application registered it; ""
+    where there is none.
+    """
+    scope = _scope.get()
+    return "" if scope is None else str(getattr(scope.get("route"), "path", ""))
 
 
 class KeyHeader:
@@ -95,7 +107,8 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
 
 class SameOrigin:
     """ASGI middleware: a route at or below /hybrid_cache, whoever added it, answers only requests
-    that name this server in `Host` and were not made by a web page of another origin.
+    that name this server in `Host` and were not made by a web page of another origin. Remembers
+    what `asked_route` tells of any request.
 
     SGLang allows pages of all origins to read every answer (CORS), which this middleware is put in
     front of. A page whose own name was made to resolve to this server's address (DNS rebinding) is
@@ -106,6 +119,7 @@ class SameOrigin:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _scope.set(scope)
         why = _why_refused(scope)
         if why is None:
             await self._app(scope, receive, send)

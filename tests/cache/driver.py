@@ -369,9 +369,10 @@ class Server:
         pins: Sequence[PinRequest] = (),
         session: Hint | None = None,
         answer: int = 1,
+        route: str = "",
     ) -> Req:
         """A request that waits. session: what its client says of the session. answer: tokens that
-        it allows.
+        it allows. route: by which it came.
         """
         self._rid += 1
         req = Req(
@@ -383,7 +384,7 @@ class Server:
             origin_input_ids=array("q", tokens),
             sampling_params=SamplingParams(temperature=0, max_new_tokens=answer),
         )
-        said = CacheFields(PromptHints(tuple(declared), tuple(pins), session))
+        said = CacheFields(PromptHints(tuple(declared), tuple(pins), session), route=route)
         take_cache_fields(req, None, SimpleNamespace(hybrid=said))
         req.time_stats.created_time = stamp
         req.priority = 0

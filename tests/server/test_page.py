@@ -72,6 +72,7 @@ def test_requests_appear_and_a_hit_lights_up_its_path(opened: Opened, url: str) 
     send(url, [*prompt, *random_prompt(20, 2)])
     opened.until(f"{LIT} > 0")
     opened.until("document.querySelector('#requests tr')?.textContent.includes('220')")
+    assert opened.page.inner_text("#requests tr:first-child td[data-name=route]") == "/generate"
     assert "%" in opened.page.inner_text("#numbers")
 
 

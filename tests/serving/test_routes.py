@@ -7,9 +7,11 @@ import socket
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 from sglang_hybrid.serving import routes
-from sglang_hybrid.serving.routes import SameOrigin
+from sglang_hybrid.serving.routes import SameOrigin, asked_route
 
 EXPLAIN = "/hybrid_cache/explain"
 OWN = "127.0.0.1:30000"
@@ -102,3 +104,16 @@ def test_pages_of_other_origins_get_nothing(name: str, value: str, is_own: bool)
     for method in ("GET", "POST", "OPTIONS"):
         answer = status(EXPLAIN, ("host", OWN), (name, value), method=method)
         assert answer == ("let in" if is_own else 403)
+
+
+def test_the_route_that_was_asked_is_what_the_application_calls_it() -> None:
+    """Not what the client wrote there; elsewhere there is none."""
+    app = FastAPI()
+    app.add_middleware(SameOrigin)
+
+    @app.get("/of/{name}")
+    async def of(name: str) -> str:
+        return await asyncio.create_task(asyncio.to_thread(asked_route))
+
+    assert TestClient(app).get("/of/secret?route=forged").json() == "/of/{name}"
+    assert asked_route() == ""

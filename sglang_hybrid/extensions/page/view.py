@@ -213,6 +213,7 @@ class PageView:
                     "tenant": self._names.name(whose),  # type: ignore[arg-type]
                     "at": seen.at,
                     "request": name,
+                    "route": seen.route,
                     "prompt": report.prompt_tokens,
                     "hit": report.hit_tokens,
                     "kv_only": report.kv_only_tokens,

@@ -38,11 +38,12 @@ class Imported:
 @dataclass(frozen=True)
 class CacheFields:
     """Fields of one tokenized request. hints: of its client, checked, and of the server. imported:
-    None for a prompt that is not composed of segments.
+    None for a prompt that is not composed of segments. route: of HTTP by which it came, "" if none.
     """
 
     hints: PromptHints = NO_HINTS
     imported: Imported | None = None
+    route: str = ""
 
 
 NOTHING: Final = CacheFields()

@@ -30,6 +30,7 @@ from sglang_hybrid.serving.requests.sizes import (
     check_embeddings,
     check_sizes,
 )
+from sglang_hybrid.serving.routes import asked_route
 from sglang_hybrid.serving.stored_keys import check_key
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def check(
         said = said.joined(part.hints)
         if part.place is not None:
             said = said.joined(part.place(ids))
-        part.fields = CacheFields(said, part.imported)
+        part.fields = CacheFields(said, part.imported, asked_route())
         if in_session and said.exact:
             raise ValueError(
                 f"a request of a session asks for {EXACT}; its session's KV may come from "

@@ -195,6 +195,17 @@ def test_it_tells_what_went_and_why() -> None:
     assert not copy.read().events
 
 
+def test_it_tells_the_route_of_a_request() -> None:
+    it = server()
+    copy = Copy(it)
+    copy.read()
+    for start, route in enumerate(("/v1/messages", "")):
+        it.complete(it.begin(run(40, start), route=route), [7])
+    copy.read()
+    begun = [event for event in copy.events if event["event"] == "request"]
+    assert [event["route"] for event in begun] == ["/v1/messages", ""]
+
+
 def forked() -> tuple[Server, Copy]:
     """Prompts of 100 and 80 tokens, of which 60 are the same, and a reader that knows them."""
     it = server()

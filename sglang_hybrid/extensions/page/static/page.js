@@ -276,10 +276,10 @@ function showEvents() {
     pick.type = "button";
     pick.addEventListener("click", () => ask({ request_id: event.request, tenant: event.tenant }));
     const [why, remedy] = MISSED[event.missed] ?? [event.missed.replace("_", " "), ""];
-    const cells = [["tenant", event.tenant ? short(event.tenant, 9) : "none"], ["tokens", number(event.prompt)], ["hit", number(event.hit)], ["why not more", why], ["what would help", remedy]];
+    const cells = [["route", event.route || "not by HTTP"], ["tenant", event.tenant ? short(event.tenant, 9) : "none"], ["tokens", number(event.prompt)], ["hit", number(event.hit)], ["why not more", why], ["what would help", remedy]];
     return element("tr", null, cell("time", when(event)), cell("request", pick), ...cells.map(([name, text]) => cell(name, text)));
   });
-  $("requests").replaceChildren(...nothingIn(requests, 7, "No request yet: each will be here with what it hit, why not more, and what would help."));
+  $("requests").replaceChildren(...nothingIn(requests, 8, "No request yet: each will be here with what it hit, why not more, and what would help."));
 }
 
 // Questions.
