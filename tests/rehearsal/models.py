@@ -1,7 +1,8 @@
 """Published sizes of hybrid models that people run, as the config.json of each has them.
 
-Sizes are here, and what differs from the defaults of a model's class. Qwen4-Exp has no published
-sizes: it has Qwen3.5's with its own model's defaults. GLM-5-Next, Ling, GigaChat and
+Sizes are here, and what differs from the defaults of a model's class. The published model of
+Qwen4-Exp is FLASH_NEXT, which is too large for one GPU: what is rehearsed has Qwen3.5's sizes with
+the defaults of its class. GLM-5-Next, Ling, GigaChat and
 ZAYA1 have the sizes of their classes, with the kinds of layers that these know. MiniCPM-SALA has no
 ``sparse_config`` here: its attention is dense.
 """
@@ -72,6 +73,31 @@ QWEN35: Config = GATED_DELTA | {
     },
     "vocab_size": 248_320,
 }
+
+FLASH_NEXT: Config = QWEN35 | {
+    "model_type": "qwen4_exp_text",
+    "hc_count": 4,
+    "hc_lowrank": 320,
+    "hidden_size": 2_560,
+    "indexer_budget": 2_048,
+    "indexer_compress_ratio": 4,
+    "indexer_head_dim": 128,
+    "indexer_kv_heads": 1,
+    "indexer_n_heads": 4,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+    "linear_num_value_heads": 48,
+    "moe_intermediate_size": 640,
+    "ngram_size": 3,
+    "num_attention_heads": 24,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "ple_conv_kernel_size": 4,
+    "ple_embed_dim": 2_560,
+    "ple_layer_ids": [2],
+    "shared_expert_intermediate_size": 640,
+}
+"""Qwen3.8-Flash-Next."""
 
 VISION: Config = {
     "deepstack_visual_indexes": [],
