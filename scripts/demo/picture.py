@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urljoin
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 SIZE = {"width": 1_280, "height": 1_010}  # pixels
@@ -53,6 +54,7 @@ def _watch(url: str, file: Path, begun: threading.Event, ends: threading.Event) 
         with sync_playwright() as playwright:
             shell = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
             page = shell.new_page(viewport=SIZE)  # type: ignore[arg-type]
+            page.request.post(urljoin(url, "/flush_cache"))  # what a start warms up with
             page.goto(url)
             page.wait_for_timeout(3_000)
             page.screenshot(path=beside(EMPTY))
