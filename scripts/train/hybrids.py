@@ -1,0 +1,164 @@
+"""Small hybrids that are trained in minutes: Mamba-2, gated delta net or KDA, with attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Kind = Literal["mamba2", "gdn", "kda"]
+
+PATTERN = "R*R"
+"""Layers: R is recurrent, * is attention without positions."""
+HIDDEN, HEADS, WIDTH, TAPS = 64, 2, 64, 4
+"""Numbers per token, heads, numbers of a head's key and value, taps of a short convolution."""
+CHUNK = 16
+STRONGEST = -4.0
+"""Strongest log decay of a token. A chunk's decays are products of factors that float32 holds."""
+WHOLE = 1 << 30
+"""Window of attention that sees every token."""
+
+Cache = list[list[Tensor]]
+"""What each layer keeps of a prefix: keys and values [b, t, heads, width] of an attention layer, a
+state [b, heads, width, width] and a window [b, channels, taps - 1] of a recurrent one.
+"""
+
+
+class Hybrid(nn.Module):
+    """A model of tokens below ``words``; attention sees the last ``window`` tokens."""
+
+    def __init__(self, kind: Kind, words: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, HIDDEN)
+        layers = [Attention() if letter == "*" else Recurrent(kind) for letter in PATTERN]
+        self.layers = nn.ModuleList(layers)
+        self.norms = nn.ModuleList(nn.RMSNorm(HIDDEN) for _ in layers)
+        self.head = nn.Sequential(nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, words, bias=False))
+
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, window: int = WHOLE
+    ) -> tuple[Tensor, Cache]:
+        """Output [b, l, HIDDEN] of ``tokens`` [b, l] behind a prefix, for ``head``; a new cache."""
+        x, kept = self.embedding(tokens), []
+        before = cache or [layer.empty(len(tokens)) for layer in self.layers]
+        for layer, norm, content in zip(self.layers, self.norms, before, strict=True):
+            mixed, content = layer(norm(x), content, window)
+            x = x + mixed
+            kept.append(content)
+        return x, kept
+
+
+class Attention(nn.Module):
+    """Softmax attention without positions, as in Nemotron-H and Kimi Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(HIDDEN, 3 * HEADS * WIDTH, bias=False)
+        self.out = nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
+
+    def empty(self, batch: int) -> list[Tensor]:
+        return [torch.zeros(batch, 0, HEADS, WIDTH)] * 2
+
+    def forward(self, h: Tensor, cache: list[Tensor], window: int) -> tuple[Tensor, list[Tensor]]:
+        q, k, v = self.project(h).unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
+        k, v = (torch.cat([old, new], 1) for old, new in zip(cache, (k, v), strict=True))
+        distance = (
+            torch.arange(k.shape[1]) - torch.arange(k.shape[1] - h.shape[1], k.shape[1])[:, None]
+        )
+        seen = (distance <= 0) & (distance > -window)
+        heads = (each.transpose(1, 2) for each in (q, k, v))
+        found = F.scaled_dot_product_attention(*heads, attn_mask=seen)
+        return self.out(found.transpose(1, 2).flatten(2)), [k, v]
+
+
+class Recurrent(nn.Module):
+    """One recurrent layer: a short convolution, a scan, and a gate.
+
+    Mamba-2 (Dao & Gu 2024) writes values scaled by a step; a gated delta net (Yang, Kautz &
+    Hatamizadeh 2024) writes corrections of what it recalls; KDA (Kimi Team 2025) does so with a
+    decay for each channel of the key.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.kind = kind
+        inner, decays = HEADS * WIDTH, HEADS * (WIDTH if kind == "kda" else 1)
+        self.project = nn.Linear(HIDDEN, 3 * inner, bias=False)
+        self.taps = nn.Parameter(torch.randn(3 * inner, TAPS) * 0.1)
+        self.gate = nn.Linear(HIDDEN, inner, bias=False)
+        self.write = nn.Linear(HIDDEN, HEADS)
+        self.decay = nn.Linear(HIDDEN, decays)
+        nn.init.constant_(self.decay.bias, -4.0)
+        self.rate = nn.Parameter(torch.linspace(0.0, math.log(8.0), decays))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.out = nn.Linear(inner, HIDDEN, bias=False)
+        with torch.no_grad():  # a look-up by the token before, from which training is short
+            queries, keys, _ = self.project.weight.chunk(3)
+            keys.copy_(queries)
+            for taps, tap in zip(self.taps.chunk(3), (-1, -2, -1), strict=True):
+                taps[:, tap] += 1.0
+
+    def empty(self, batch: int) -> list[Tensor]:
+        inner = HEADS * WIDTH
+        return [torch.zeros(batch, HEADS, WIDTH, WIDTH), torch.zeros(batch, 3 * inner, TAPS - 1)]
+
+    def forward(self, h: Tensor, cache: list[Tensor], _: int) -> tuple[Tensor, list[Tensor]]:
+        state, before = cache
+        packed, length = torch.cat([before, self.project(h).mT], -1), h.shape[1]
+        mixed = sum(packed[..., i : i + length] * self.taps[:, i, None] for i in range(TAPS))
+        q, k, v = F.silu(mixed).mT.unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
+        step = F.softplus(self.decay(h))
+        g = (-self.rate.exp() * step).clamp(STRONGEST).unflatten(-1, (HEADS, -1))
+        beta = None
+        if self.kind == "mamba2":
+            v = v * step[..., None]
+            q = q * WIDTH**-0.5
+        else:
+            beta = torch.sigmoid(self.write(h))[..., None]
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        y, state = scan(q, k, v, g, beta, state)
+        gated = self.norm(y).flatten(2) * F.silu(self.gate(h))
+        return self.out(gated), [state, packed[..., length:]]
+
+
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs [b, l, H, Dv], and the state behind them, in a form that can be differentiated.
+
+    It is `naive.gated_delta_rule` with scale 1; without ``beta`` nothing is corrected, which is
+    `naive.ssd` with steps in ``v``. Shapes: q and k [b, l, H, Dk], v [b, l, H, Dv], g [b, l, H, Dk
+    or 1] not below `STRONGEST`, beta [b, l, H, 1], state [b, H, Dv, Dk].
+    """
+    length = q.shape[1]
+    chunk = min(CHUNK, length)
+    padding = (0, 0, 0, 0, 0, -length % chunk)
+    q, k, v, g, write = (
+        F.pad(each, padding).unflatten(1, (-1, chunk)).transpose(2, 3)  # [b, c, H, L, D]
+        for each in (q, k, v, g, q if beta is None else beta)
+    )
+    total = g.cumsum(-2)
+    middle = total[..., chunk // 2, None, :]
+    later, earlier = (total - middle).exp(), k * (middle - total).exp()
+    since, last = total.exp(), total[..., -1:, :]
+    scores = (q * later @ earlier.mT).tril()
+    alone = v
+    if beta is not None:
+        system = (write * k * later @ earlier.mT).tril(-1)
+        right = write * torch.cat([v, k * since], -1)
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        alone, weight = solved.split((v.shape[-1], k.shape[-1]), -1)
+    added, kept = k * (last - total).exp(), last.exp()
+    entering, written = [], []
+    for number in range(q.shape[1]):
+        entering.append(state)
+        u = alone[:, number]
+        if beta is not None:
+            u = u - weight[:, number] @ state.mT
+        written.append(u)
+        state = state * kept[:, number] + u.mT @ added[:, number]
+    y = scores @ torch.stack(written, 1) + q * since @ torch.stack(entering, 1).mT
+    return y.transpose(2, 3).flatten(1, 2)[:, :length], state

@@ -1,0 +1,152 @@
+"""Tasks that need their context, hybrids that answer them, and hits on coded KV and states."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from scripts.bench.coded import measure
+from scripts.train.hybrids import STRONGEST, WHOLE, Hybrid, Kind, scan
+from scripts.train.recall import (
+    ASK,
+    COPY,
+    FIRST_PAIRS,
+    NEAR,
+    NOTHING,
+    TASKS,
+    TURNS,
+    WORDS,
+    Answers,
+    Coder,
+    answer,
+    conversations,
+    converse,
+    draw,
+    prefill,
+    recode,
+    train,
+    wrong_scale,
+)
+from sglang_hybrid.kernels import naive
+from sglang_hybrid.storage.codecs.codecs import Codec
+
+KINDS: tuple[Kind, ...] = ("mamba2", "gdn", "kda")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest) -> Hybrid:
+    torch.manual_seed(0)
+    return Hybrid(request.param, WORDS).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scan_is_the_definition(kind: Kind) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    length, heads, keys, values = 37, 2, 8, 4
+    q, k = (torch.randn(1, length, heads, keys, generator=drawn) / 3 for _ in range(2))
+    v = torch.randn(1, length, heads, values, generator=drawn)
+    g = STRONGEST * torch.rand(1, length, heads, keys if kind == "kda" else 1, generator=drawn)
+    beta = torch.rand(1, length, heads, 1, generator=drawn)
+    state = torch.randn(1, heads, values, keys, generator=drawn)
+    if kind == "mamba2":
+        step, rate = beta[0, ..., 0], torch.tensor([-1.5, -0.1])
+        found = scan(q, k, v * beta, step[None, ..., None] * rate[:, None], None, state)
+        expected = naive.ssd(v[0], step, rate, k[0], q[0], initial_state=state[0])
+    else:
+        found = scan(q, k, v, g, beta, state)
+        decay = g[0] if kind == "kda" else g[0, ..., 0]
+        one = (q[0], k[0], v[0], decay, beta[0, ..., 0])
+        expected = naive.gated_delta_rule(*one, scale=1.0, initial_state=state[0])
+    torch.testing.assert_close(found[0][0].double(), expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[1][0].double(), expected[1][-1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_what_is_asked_stands_in_the_prefix_only(task: str) -> None:
+    asked = draw(task, 64, 12, 8, random.Random(0), 48)
+    rows = zip(*(each.tolist() for each in (asked.before, asked.after, asked.target)), strict=True)
+    for before, after, target in rows:
+        places = [place for place, word in enumerate(target) if word != NOTHING]
+        assert places
+        for place in places:
+            above = before.index(after[place])
+            assert before[above + 1] == target[place]
+            if task == "copy":
+                assert after[places[0]] == COPY
+            else:
+                assert after[place - 1] == ASK
+                assert target[place] not in after
+
+
+def test_a_conversation_asks_for_pairs_that_were_told() -> None:
+    turns = conversations(2, random.Random(0))
+    assert len(turns) == TURNS
+    told = torch.cat([turns[0].before, *(turn.after for turn in turns)], 1).tolist()
+    for number, turn in enumerate(turns):
+        assert (turn.before.shape[1] > 0) == (number == 0)
+        for row, place in (turn.target != NOTHING).nonzero().tolist():
+            above = told[row].index(turn.after[row, place].item())
+            assert told[row][above + 1] == turn.target[row, place]
+    assert len({*told[0]}) > FIRST_PAIRS + TURNS
+
+
+@pytest.mark.parametrize("window", [WHOLE, NEAR])
+def test_an_exact_hit_answers_like_the_whole_sequence(model: Hybrid, window: int) -> None:
+    asked = draw("recall", 40, 8, 2, random.Random(0), 24)
+    cache = recode(prefill(model, asked.before, window), Codec.EXACT, Codec.EXACT)
+    found, _ = answer(model, asked, cache, window)
+    with torch.no_grad():
+        out, _ = model(torch.cat([asked.before, asked.after], 1), None, window)
+        logprobs = model.head(out[:, 40:]).log_softmax(-1)
+    expected = logprobs.transpose(0, 1)[(asked.target != NOTHING).T]
+    torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_a_wrong_scale_is_seen_beside_the_error_of_int8(model: Hybrid) -> None:
+    asked = draw("recall", 64, 16, 4, random.Random(0), 32)
+    cache = prefill(model, asked.before, WHOLE)
+
+    def moved(kv: Coder, states: Coder) -> float:
+        return answer(model, asked, recode(cache, kv, states), WHOLE)[0].beside(exact)[1]
+
+    exact, _ = answer(model, asked, cache, WHOLE)
+    assert moved(Codec.EXACT, Codec.EXACT) == 0
+    int8 = moved(Codec.INT8, Codec.INT8)
+    assert moved(Codec.BF16, Codec.BF16) < int8 < 0.02
+    assert moved(wrong_scale, Codec.INT8) > 3 * int8
+    assert moved(Codec.INT8, wrong_scale) > 3 * int8
+
+
+def test_a_conversation_coded_at_each_turn_drifts_and_an_exact_one_does_not(model: Hybrid) -> None:
+    turns = conversations(2, random.Random(0))[:4]
+    exact = converse(model, turns, Codec.EXACT, NEAR)
+    for each_token, coder, most in ((True, Codec.EXACT, 1e-4), (False, Codec.INT8, 0.05)):
+        found = converse(model, turns, coder, NEAR, each_token)
+        moved = [turn.beside(as_exact)[1] for turn, as_exact in zip(found, exact, strict=True)]
+        assert 0 < max(moved) < most
+
+
+def test_answers_are_counted_by_their_distance() -> None:
+    scores = torch.tensor([[3.0, 0.0], [0.0, 3.0], [3.0, 0.0]]).log_softmax(-1)
+    answers = Answers(scores, torch.tensor([0, 0, 0]), torch.tensor([1, 20, 70]))
+    assert answers.accuracy == pytest.approx(2 / 3)
+    near = answers.between(0, 64)
+    assert near.accuracy == pytest.approx(1 / 2)
+    other = Answers(scores.flip(-1), answers.target, answers.distance)
+    assert other.between(0, 16).beside(answers.between(0, 16)) == (0, pytest.approx(3.0))
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_answer_from_its_context() -> None:
+    trained, asked = train("gdn", 200), draw("needle", 128, 4, 32, random.Random(1), 64)
+    found, _ = answer(trained, asked, prefill(trained, asked.before, WHOLE), WHOLE)
+    assert found.accuracy > 0.8
+
+
+@pytest.mark.slow
+def test_a_page_has_both_tables_of_a_model() -> None:
+    text = measure("mamba2", steps=1, sequences=1, chats=1)
+    assert text.startswith("### Mamba-2\n")
+    assert text.count("|---|") == 2
