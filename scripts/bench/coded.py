@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import random
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from multiprocessing import get_context
@@ -16,10 +17,12 @@ import torch
 
 from scripts.bench.commands import Count
 from scripts.bench.report import Table, versions
-from scripts.train.hybrids import WHOLE, Cache, Hybrid, Kind
+from scripts.train.hybrids import Cache, Hybrid, Kind
 from scripts.train.recall import (
-    NEAR,
+    BOTH,
+    LEARNT,
     NOTHING,
+    STATES,
     SUFFIX,
     TASKS,
     TURN_QUESTIONS,
@@ -27,6 +30,7 @@ from scripts.train.recall import (
     Answers,
     Asked,
     Coder,
+    Reach,
     answer,
     conversations,
     converse,
@@ -50,19 +54,20 @@ NAMES = {"mamba2": "Mamba-2", "gdn": "Gated delta nets", "kda": "KDA"}
 EXACT = Codec.EXACT
 CODERS: dict[str, Coder] = {codec.value: codec for codec in Codec}
 CODERS.setdefault("fp8", fp8)
-TOO_COARSE: dict[str, Coder] = {"int4": int4, "int8, wrong scales": wrong_scale}
-ONE_PART: dict[str, Coder] = {"int8": Codec.INT8, "int4": int4, "zeros": lost}
-PARTS = [("both", CODERS | TOO_COARSE), ("states", ONE_PART), ("KV", ONE_PART)]
+CODERS |= {"int4": int4, "int8, wrong scales": wrong_scale, "zeros": lost}
 
 Hits = dict[str, list[tuple[Asked, Cache]]]
 """Of each task, what is asked and what its prefix left."""
 
+Models = list[tuple[Hybrid, Sequence[Reach]]]
+"""Models, and what each has learnt to answer with."""
+
 
 def coded(
     *kinds: Annotated[Kind, "recurrent layers; all three if none is given"],
-    steps: Annotated[Count, "of training"] = 500,
-    sequences: Annotated[Count, "of each task and length"] = 24,
-    chats: Annotated[Count, "conversations"] = 48,
+    steps: Annotated[Count, "of training"] = 400,
+    sequences: Annotated[Count, "of each task and length"] = 16,
+    chats: Annotated[Count, "conversations"] = 36,
 ) -> None:
     """What a hit on coded KV and states costs models that need their context.
 
@@ -83,21 +88,22 @@ def measure(kind: Kind, steps: int, sequences: int, chats: int) -> str:
     """The tables of one kind of model, which is trained first."""
     torch.set_num_threads(1)
     begin = process_time()
-    model = train(kind, steps)
+    models: Models = [
+        (train(kind, steps // number, reaches), reaches)
+        for number, reaches in enumerate(LEARNT, start=1)
+    ]
     trained = process_time()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        one_hit(model, sequences)
+        one_hit(models, sequences)
         print()
-        hits_upon_hits(model, chats)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    return (
-        f"### {NAMES[kind]}\n\n{size:,} parameters, seed 0, {steps} steps of training in "
-        f"{trained - begin:.0f} s of one core, evaluated in {process_time() - trained:.0f} s.\n\n"
-        f"{printed.getvalue()}"
-    )
+        hits_upon_hits(models, chats)
+    size = sum(parameter.numel() for parameter in models[0][0].parameters())
+    seconds = f"{trained - begin:.0f} s of one core, evaluated in {process_time() - trained:.0f} s"
+    learnt = f"{size:,} parameters, seed 0, {steps} and {steps // 2} steps, trained in {seconds}"
+    return f"### {NAMES[kind]}\n\n{learnt}.\n\n{printed.getvalue()}"
 
 
-def one_hit(model: Hybrid, sequences: int) -> None:
+def one_hit(models: Models, sequences: int) -> None:
     """Print answers behind one hit, by what is coded, task and distance."""
     spans = [f"{first} to {end}" for first, end in DISTANCES]
     drawn = random.Random(1)
@@ -111,62 +117,66 @@ def one_hit(model: Hybrid, sequences: int) -> None:
     counts += [f"{every[slice(*d)].sum():,} at {s}" for d, s in zip(DISTANCES, spans, strict=True)]
     print(f"Questions: {', '.join(counts)} tokens behind the hit.\n")
     table = Table(
-        *("attention sees", "coded", "as", *(f"{task}, % right" for task in TASKS)),
+        *("reaches back", "coded", "as", *(f"{task}, % right" for task in TASKS)),
         *(f"same answer at {span}, %" for span in spans),
         *(f"moved at {span}" for span in spans),
         text=3,
     )
-    for window, parts in ((WHOLE, PARTS), (NEAR, PARTS[:2])):
-        seen = "all" if window == WHOLE else f"{window} tokens"
+    for model, reach in ((model, reach) for model, reaches in models for reach in reaches):
         hit = {
-            task: [(one, prefill(model, one.before, window)) for one in asked[task]]
+            task: [(one, prefill(model, one.before, reach)) for one in asked[task]]
             for task in TASKS
         }
-        exact = _answers(model, hit, window, EXACT, EXACT)
-        for part, coders in parts:
-            for name, coder in coders.items():
-                kv, states = (coder if part in ("both", of) else EXACT for of in ("KV", "states"))
-                found = _answers(model, hit, window, kv, states)
-                right = [f"{100 * task.accuracy:.1f}" for task in found]
-                together, as_exact = Answers.all_of(found), Answers.all_of(exact)
-                pairs = [together.between(*d).beside(as_exact.between(*d)) for d in DISTANCES]
-                same, moved = zip(*pairs, strict=True)
-                table.row(
-                    *(seen, part if coder is not EXACT else "nothing", name, *right),
-                    *(f"{100 * share:.2f}" for share in same),
-                    *(f"{most:.3f}" for most in moved),
-                )
+        rows = [("what reaches", name, coder, coder) for name, coder in CODERS.items()]
+        if reach is BOTH:
+            for name in ("int8", "int4"):
+                rows += [("states", name, EXACT, CODERS[name]), ("KV", name, CODERS[name], EXACT)]
+        exact = _answers(model, hit, reach, EXACT, EXACT)
+        for part, name, kv, states in rows:
+            found = _answers(model, hit, reach, kv, states)
+            right = [f"{100 * task.accuracy:.1f}" for task in found]
+            together, as_exact = Answers.all_of(found), Answers.all_of(exact)
+            pairs = [together.between(*d).beside(as_exact.between(*d)) for d in DISTANCES]
+            same, moved = zip(*pairs, strict=True)
+            table.row(
+                *(reach.name, part, name, *right),
+                *(f"{100 * share:.2f}" for share in same),
+                *(f"{most:.3f}" for most in moved),
+            )
 
 
-def _answers(model: Hybrid, hit: Hits, window: int, kv: Coder, states: Coder) -> list[Answers]:
+def _answers(model: Hybrid, hit: Hits, reach: Reach, kv: Coder, states: Coder) -> list[Answers]:
     """Answers for each task, behind hits on what is coded."""
+    states = states if reach.states else lost
     return [
         Answers.all_of(
-            [answer(model, one, recode(cache, kv, states), window)[0] for one, cache in of_task]
+            [answer(model, one, recode(cache, kv, states), reach)[0] for one, cache in of_task]
         )
         for of_task in hit.values()
     ]
 
 
-def hits_upon_hits(model: Hybrid, chats: int) -> None:
+def hits_upon_hits(models: Models, chats: int) -> None:
     """Print answers in conversations of which each turn is a hit on what the one before left."""
     print(f"Conversations: {chats}, with {TURN_QUESTIONS} questions in each turn.\n")
     table = Table(
-        *("attention sees", "coded behind each turn as"),
+        *("reaches back", "coded behind each turn as"),
         *(f"turn {turn}: % right / % same / moved" for turn in SHOWN_TURNS),
         text=2,
     )
     turns = conversations(chats, random.Random(2))
-    for window in (WHOLE, NEAR):
-        exact = converse(model, turns, EXACT, window)
-        rows = [(name, coder, False) for name, coder in (CODERS | TOO_COARSE).items()]
-        if window == NEAR:
+    for model, reach in ((model, reach) for model, reaches in models for reach in reaches):
+        exact = converse(model, turns, EXACT, reach)
+        rows = [(name, coder, False) for name, coder in CODERS.items() if coder is not lost]
+        if reach is STATES:
             rows.append(("int8, behind each token", Codec.INT8, True))
         for name, coder, each_token in rows:
-            found = converse(model, turns, coder, window, each_token)
+            found = (
+                converse(model, turns, coder, reach, each_token) if coder is not EXACT else exact
+            )
             cells = []
             for turn in SHOWN_TURNS:
                 same, moved = found[turn - 1].beside(exact[turn - 1])
                 right = found[turn - 1].accuracy
                 cells.append(f"{100 * right:.1f} / {100 * same:.1f} / {moved:.3f}")
-            table.row("all" if window == WHOLE else f"{window} tokens", name, *cells)
+            table.row(reach.name, name, *cells)

@@ -23,7 +23,7 @@ WHOLE = 1 << 30
 
 Cache = list[list[Tensor]]
 """What each layer keeps of a prefix: keys and values [b, t, heads, width] of an attention layer, a
-state [b, heads, width, width] and a window [b, channels, taps - 1] of a recurrent one.
+state [b, heads, width, width] of a recurrent one, and then a window [b, channels, taps - 1].
 """
 
 
@@ -51,31 +51,53 @@ class Hybrid(nn.Module):
         return x, kept
 
 
-class Attention(nn.Module):
-    """Softmax attention without positions, as in Nemotron-H and Kimi Linear."""
+class Mixer(nn.Module):
+    """Queries, keys and values of a short convolution, which both kinds of layers begin with.
+
+    Training starts from a look-up, so it is short: queries and keys are alike, and the keys are of
+    the token before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.project = nn.Linear(HIDDEN, 3 * HEADS * WIDTH, bias=False)
-        self.out = nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
+        inner = HEADS * WIDTH
+        self.project = nn.Linear(HIDDEN, 3 * inner, bias=False)
+        self.taps = nn.Parameter(torch.randn(3 * inner, TAPS) * 0.1)
+        self.out = nn.Linear(inner, HIDDEN, bias=False)
+        with torch.no_grad():
+            queries, keys, _ = self.project.weight.chunk(3)
+            keys.copy_(queries)
+            for taps, tap in zip(self.taps.chunk(3), (-1, -2, -1), strict=True):
+                taps[:, tap] += 1.0
+
+    def read(self, h: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k and v [b, l, HEADS, WIDTH], and the window behind them."""
+        packed, length = torch.cat([before, self.project(h).mT], -1), h.shape[1]
+        mixed = sum(packed[..., i : i + length] * self.taps[:, i, None] for i in range(TAPS))
+        q, k, v = F.silu(mixed).mT.unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
+        return q, k, v, packed[..., length:]
+
+
+class Attention(Mixer):
+    """Softmax attention without positions."""
 
     def empty(self, batch: int) -> list[Tensor]:
-        return [torch.zeros(batch, 0, HEADS, WIDTH)] * 2
+        window = torch.zeros(batch, 3 * HEADS * WIDTH, TAPS - 1)
+        return [torch.zeros(batch, 0, HEADS, WIDTH)] * 2 + [window]
 
     def forward(self, h: Tensor, cache: list[Tensor], window: int) -> tuple[Tensor, list[Tensor]]:
-        q, k, v = self.project(h).unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
-        k, v = (torch.cat([old, new], 1) for old, new in zip(cache, (k, v), strict=True))
-        distance = (
-            torch.arange(k.shape[1]) - torch.arange(k.shape[1] - h.shape[1], k.shape[1])[:, None]
-        )
-        seen = (distance <= 0) & (distance > -window)
+        q, k, v, before = self.read(h, cache[2])
+        k, v = torch.cat([cache[0], k], 1), torch.cat([cache[1], v], 1)
+        places = torch.arange(k.shape[1])
+        distance = places[-h.shape[1] :, None] - places
+        seen = (distance >= 0) & (distance < window)
         heads = (each.transpose(1, 2) for each in (q, k, v))
         found = F.scaled_dot_product_attention(*heads, attn_mask=seen)
-        return self.out(found.transpose(1, 2).flatten(2)), [k, v]
+        return self.out(found.transpose(1, 2).flatten(2)), [k, v, before]
 
 
-class Recurrent(nn.Module):
-    """One recurrent layer: a short convolution, a scan, and a gate.
+class Recurrent(Mixer):
+    """A scan, a norm and a gate.
 
     Mamba-2 (Dao & Gu 2024) writes values scaled by a step; a gated delta net (Yang, Kautz &
     Hatamizadeh 2024) writes corrections of what it recalls; KDA (Kimi Team 2025) does so with a
@@ -86,42 +108,30 @@ class Recurrent(nn.Module):
         super().__init__()
         self.kind = kind
         inner, decays = HEADS * WIDTH, HEADS * (WIDTH if kind == "kda" else 1)
-        self.project = nn.Linear(HIDDEN, 3 * inner, bias=False)
-        self.taps = nn.Parameter(torch.randn(3 * inner, TAPS) * 0.1)
         self.gate = nn.Linear(HIDDEN, inner, bias=False)
         self.write = nn.Linear(HIDDEN, HEADS)
         self.decay = nn.Linear(HIDDEN, decays)
         nn.init.constant_(self.decay.bias, -4.0)
         self.rate = nn.Parameter(torch.linspace(0.0, math.log(8.0), decays))
         self.norm = nn.RMSNorm(WIDTH)
-        self.out = nn.Linear(inner, HIDDEN, bias=False)
-        with torch.no_grad():  # a look-up by the token before, from which training is short
-            queries, keys, _ = self.project.weight.chunk(3)
-            keys.copy_(queries)
-            for taps, tap in zip(self.taps.chunk(3), (-1, -2, -1), strict=True):
-                taps[:, tap] += 1.0
 
     def empty(self, batch: int) -> list[Tensor]:
-        inner = HEADS * WIDTH
-        return [torch.zeros(batch, HEADS, WIDTH, WIDTH), torch.zeros(batch, 3 * inner, TAPS - 1)]
+        window = torch.zeros(batch, 3 * HEADS * WIDTH, TAPS - 1)
+        return [torch.zeros(batch, HEADS, WIDTH, WIDTH), window]
 
     def forward(self, h: Tensor, cache: list[Tensor], _: int) -> tuple[Tensor, list[Tensor]]:
-        state, before = cache
-        packed, length = torch.cat([before, self.project(h).mT], -1), h.shape[1]
-        mixed = sum(packed[..., i : i + length] * self.taps[:, i, None] for i in range(TAPS))
-        q, k, v = F.silu(mixed).mT.unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
+        q, k, v, before = self.read(h, cache[1])
         step = F.softplus(self.decay(h))
         g = (-self.rate.exp() * step).clamp(STRONGEST).unflatten(-1, (HEADS, -1))
         beta = None
         if self.kind == "mamba2":
-            v = v * step[..., None]
-            q = q * WIDTH**-0.5
+            q, v = q * WIDTH**-0.5, v * step[..., None]
         else:
             beta = torch.sigmoid(self.write(h))[..., None]
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        y, state = scan(q, k, v, g, beta, state)
+        y, state = scan(q, k, v, g, beta, cache[0])
         gated = self.norm(y).flatten(2) * F.silu(self.gate(h))
-        return self.out(gated), [state, packed[..., length:]]
+        return self.out(gated), [state, before]
 
 
 def scan(

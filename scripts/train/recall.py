@@ -7,7 +7,7 @@ A prefix holds pairs of a key and a value, or a string, among filler; the tokens
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,16 +27,30 @@ NOTHING = -1
 
 TASKS = ("recall", "copy", "needle")
 SUFFIX = 128
-NEAR = 16
-"""Window of attention, in tokens, with which only states reach back into a prefix."""
 BATCH_TOKENS = 2048
-LEVELS = 16
+LEVELS, RATE = 16, 0.01
 
 TURNS, TURN_QUESTIONS, FIRST_PAIRS, FIRST_TOKENS = 50, 6, 14, 256
 """Turns of a conversation, questions in each, pairs and tokens of its prefix. Turns add pairs."""
 
 Coder = Codec | Callable[[Tensor], Tensor]
 """A codec, or what would come back from another one: rows of the same shape."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What reaches back into a prefix. With a window of attention that is shorter than the tokens
+    behind it only states do; where states begin anew behind a hit, only KV does.
+    """
+
+    name: str
+    window: int = WHOLE
+    states: bool = True
+
+
+BOTH, STATES, KV = Reach("KV and states"), Reach("states", window=16), Reach("KV", states=False)
+LEARNT = ((BOTH, STATES), (KV,))
+"""By one model, and by another: where both could answer only one of the two learns to."""
 
 
 @dataclass(frozen=True)
@@ -89,27 +103,30 @@ def _pairs(before: list[int], count: int, drawn: random.Random) -> list[tuple[in
     return pairs
 
 
-def train(kind: Kind, steps: int, seed: int = 0, rate: float = 0.01) -> Hybrid:
-    """A model that answers: contexts grow from 64 to 512 tokens and 8 to 64 pairs as it learns.
+def train(kind: Kind, steps: int, reaches: Sequence[Reach], seed: int = 0) -> Hybrid:
+    """A model that answers with each of ``reaches``; the last one begins, as the hardest to learn.
 
-    In half of the steps attention sees `NEAR` tokens only, so that states alone can answer, too.
+    Contexts grow from 64 to 512 tokens, and from 8 to 64 pairs, as it learns.
     """
     torch.manual_seed(seed)
     drawn, model, level = random.Random(seed), Hybrid(kind, WORDS), 0
-    tuned, right = muon_and_adamw(model, rate), [0.0] * 12
+    tuned, right = muon_and_adamw(model, RATE), [0.0] * 18
     for step in range(steps):
         context = int(64 * 8 ** (level / LEVELS) * drawn.uniform(0.5, 1))
         count, n = int(8 * 8 ** (level / LEVELS) * drawn.uniform(0.5, 1)), min(SUFFIX, context)
         batch = max(1, BATCH_TOKENS // (context + n))
         asked = draw(TASKS[step % 3], context, count, batch, drawn, n)
-        tokens, window = torch.cat([asked.before, asked.after], 1), (NEAR, WHOLE)[step // 3 % 2]
+        reach = reaches[-1 if step < steps // 4 else step // 3 % len(reaches)]
         wanted = asked.target != NOTHING
-        logits = model.head(model(tokens, None, window)[0][:, context:][wanted])
+        cache = model(asked.before, None, reach.window)[1]
+        if not reach.states:
+            cache = recode(cache, lambda rows: rows, lost)
+        logits = model.head(model(asked.after, cache, reach.window)[0][wanted])
         F.cross_entropy(logits, asked.target[wanted]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in tuned:
             for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, step / 20, 3 * (1.02 - step / steps))
+                group["lr"] = RATE * min(1.0, step / 20, 3 * (1.02 - step / steps))
             optimizer.step()
             optimizer.zero_grad()
         share = (logits.argmax(-1) == asked.target[wanted]).float().mean().item()
@@ -145,15 +162,18 @@ def lost(rows: Tensor) -> Tensor:
 
 
 def recode(cache: Cache, kv: Coder, states: Coder, since: int = 0) -> Cache:
-    """What comes back of a cache; of KV, tokens from ``since`` on, those before are as they are."""
+    """What comes back of a cache; of KV, tokens from ``since`` on, those before are as they are.
+    Attention's window, which no served model has, is never coded.
+    """
     found: Cache = []
     for letter, tensors in zip(PATTERN, cache, strict=True):
         if letter == "*":
-            new = _recode([each[:, since:].flatten(0, 1) for each in tensors], kv)
-            found.append([
-                torch.cat([each[:, :since], part.view_as(each[:, since:])], 1)
-                for each, part in zip(tensors, new, strict=True)
-            ])  # fmt: skip
+            *content, window = tensors
+            new = [each[:, since:] for each in content]
+            coded = _recode([each.flatten(0, 1) for each in new], kv)
+            back = (rows.view_as(each) for rows, each in zip(coded, new, strict=True))
+            pairs = zip((each[:, :since] for each in content), back, strict=True)
+            found.append([*(torch.cat(pair, 1) for pair in pairs), window])
         else:
             found.append(_recode(tensors, states))
     return found
@@ -203,19 +223,19 @@ class Answers:
 
 
 @torch.no_grad()
-def answer(model: Hybrid, asked: Asked, cache: Cache, window: int) -> tuple[Answers, Cache]:
+def answer(model: Hybrid, asked: Asked, cache: Cache, reach: Reach) -> tuple[Answers, Cache]:
     """Answers to what is asked behind the prefix of a cache, token by token, and the cache behind
     them.
     """
-    out, cache = model(asked.after, cache, window)
+    out, cache = model(asked.after, cache, reach.window)
     column, row = (asked.target != NOTHING).T.nonzero(as_tuple=True)
     logprobs = model.head(out[row, column]).log_softmax(-1)
     return Answers(logprobs, asked.target[row, column], column), cache
 
 
 @torch.no_grad()
-def prefill(model: Hybrid, tokens: Tensor, window: int) -> Cache:
-    cache: Cache = model(tokens, None, window)[1]
+def prefill(model: Hybrid, tokens: Tensor, reach: Reach) -> Cache:
+    cache: Cache = model(tokens, None, reach.window)[1]
     return cache
 
 
@@ -245,12 +265,13 @@ def _conversation(drawn: random.Random) -> Iterator[tuple[list[int], list[int], 
 
 
 def converse(
-    model: Hybrid, turns: list[Asked], coder: Coder, window: int, each_token: bool = False
+    model: Hybrid, turns: list[Asked], coder: Coder, reach: Reach, each_token: bool = False
 ) -> list[Answers]:
     """Answers of each turn of conversations that are coded behind every turn, or every token: KV
     once, states each time.
     """
-    cache, found = recode(prefill(model, turns[0].before, window), coder, coder), []
+    states = coder if reach.states else lost
+    cache, found = recode(prefill(model, turns[0].before, reach), coder, states), []
     for turn in turns:
         size = 1 if each_token else turn.after.shape[1]
         parts = []
@@ -258,8 +279,8 @@ def converse(
             turn.after.split(size, 1), turn.target.split(size, 1), strict=True
         ):
             seen = cache[PATTERN.index("*")][0].shape[1]
-            answers, cache = answer(model, Asked(turn.before, after, target), cache, window)
-            cache = recode(cache, coder, coder, since=seen)
+            answers, cache = answer(model, Asked(turn.before, after, target), cache, reach)
+            cache = recode(cache, coder, states, since=seen)
             parts.append(answers)
         found.append(Answers.all_of(parts))
     return found

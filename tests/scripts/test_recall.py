@@ -8,22 +8,26 @@ import pytest
 import torch
 
 from scripts.bench.coded import measure
-from scripts.train.hybrids import STRONGEST, WHOLE, Hybrid, Kind, scan
+from scripts.train.hybrids import STRONGEST, Hybrid, Kind, scan
 from scripts.train.recall import (
     ASK,
+    BOTH,
     COPY,
     FIRST_PAIRS,
-    NEAR,
+    KV,
     NOTHING,
+    STATES,
     TASKS,
     TURNS,
     WORDS,
     Answers,
     Coder,
+    Reach,
     answer,
     conversations,
     converse,
     draw,
+    lost,
     prefill,
     recode,
     train,
@@ -92,13 +96,13 @@ def test_a_conversation_asks_for_pairs_that_were_told() -> None:
     assert len({*told[0]}) > FIRST_PAIRS + TURNS
 
 
-@pytest.mark.parametrize("window", [WHOLE, NEAR])
-def test_an_exact_hit_answers_like_the_whole_sequence(model: Hybrid, window: int) -> None:
+@pytest.mark.parametrize("reach", [BOTH, STATES], ids=lambda reach: reach.name)
+def test_an_exact_hit_answers_like_the_whole_sequence(model: Hybrid, reach: Reach) -> None:
     asked = draw("recall", 40, 8, 2, random.Random(0), 24)
-    cache = recode(prefill(model, asked.before, window), Codec.EXACT, Codec.EXACT)
-    found, _ = answer(model, asked, cache, window)
+    cache = recode(prefill(model, asked.before, reach), Codec.EXACT, Codec.EXACT)
+    found, _ = answer(model, asked, cache, reach)
     with torch.no_grad():
-        out, _ = model(torch.cat([asked.before, asked.after], 1), None, window)
+        out, _ = model(torch.cat([asked.before, asked.after], 1), None, reach.window)
         logprobs = model.head(out[:, 40:]).log_softmax(-1)
     expected = logprobs.transpose(0, 1)[(asked.target != NOTHING).T]
     torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)
@@ -106,12 +110,12 @@ def test_an_exact_hit_answers_like_the_whole_sequence(model: Hybrid, window: int
 
 def test_a_wrong_scale_is_seen_beside_the_error_of_int8(model: Hybrid) -> None:
     asked = draw("recall", 64, 16, 4, random.Random(0), 32)
-    cache = prefill(model, asked.before, WHOLE)
+    cache = prefill(model, asked.before, BOTH)
 
     def moved(kv: Coder, states: Coder) -> float:
-        return answer(model, asked, recode(cache, kv, states), WHOLE)[0].beside(exact)[1]
+        return answer(model, asked, recode(cache, kv, states), BOTH)[0].beside(exact)[1]
 
-    exact, _ = answer(model, asked, cache, WHOLE)
+    exact, _ = answer(model, asked, cache, BOTH)
     assert moved(Codec.EXACT, Codec.EXACT) == 0
     int8 = moved(Codec.INT8, Codec.INT8)
     assert moved(Codec.BF16, Codec.BF16) < int8 < 0.02
@@ -121,9 +125,9 @@ def test_a_wrong_scale_is_seen_beside_the_error_of_int8(model: Hybrid) -> None:
 
 def test_a_conversation_coded_at_each_turn_drifts_and_an_exact_one_does_not(model: Hybrid) -> None:
     turns = conversations(2, random.Random(0))[:4]
-    exact = converse(model, turns, Codec.EXACT, NEAR)
+    exact = converse(model, turns, Codec.EXACT, STATES)
     for each_token, coder, most in ((True, Codec.EXACT, 1e-4), (False, Codec.INT8, 0.05)):
-        found = converse(model, turns, coder, NEAR, each_token)
+        found = converse(model, turns, coder, STATES, each_token)
         moved = [turn.beside(as_exact)[1] for turn, as_exact in zip(found, exact, strict=True)]
         assert 0 < max(moved) < most
 
@@ -140,8 +144,9 @@ def test_answers_are_counted_by_their_distance() -> None:
 
 @pytest.mark.slow
 def test_a_model_learns_to_answer_from_its_context() -> None:
-    trained, asked = train("gdn", 200), draw("needle", 128, 4, 32, random.Random(1), 64)
-    found, _ = answer(trained, asked, prefill(trained, asked.before, WHOLE), WHOLE)
+    trained, asked = train("gdn", 200, [KV]), draw("needle", 128, 4, 32, random.Random(1), 64)
+    cache = recode(prefill(trained, asked.before, KV), Codec.EXACT, lost)
+    found, _ = answer(trained, asked, cache, KV)
     assert found.accuracy > 0.8
 
 
