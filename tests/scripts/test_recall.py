@@ -126,10 +126,12 @@ def test_a_wrong_scale_is_seen_beside_the_error_of_int8(model: Hybrid) -> None:
 def test_a_conversation_coded_at_each_turn_drifts_and_an_exact_one_does_not(model: Hybrid) -> None:
     turns = conversations(2, random.Random(0))[:4]
     exact = converse(model, turns, Codec.EXACT, STATES)
-    for each_token, coder, most in ((True, Codec.EXACT, 1e-4), (False, Codec.INT8, 0.05)):
+
+    def moved(coder: Coder, each_token: bool) -> float:
         found = converse(model, turns, coder, STATES, each_token)
-        moved = [turn.beside(as_exact)[1] for turn, as_exact in zip(found, exact, strict=True)]
-        assert 0 < max(moved) < most
+        return max(turn.beside(one)[1] for turn, one in zip(found, exact, strict=True))
+
+    assert moved(Codec.EXACT, each_token=True) < 1e-4 < moved(Codec.INT8, each_token=False) < 0.05
 
 
 def test_answers_are_counted_by_their_distance() -> None:
