@@ -43,12 +43,20 @@ class Hybrid(nn.Module):
     ) -> tuple[Tensor, Cache]:
         """Output [b, l, HIDDEN] of ``tokens`` [b, l] behind a prefix, for ``head``; a new cache."""
         x, kept = self.embedding(tokens), []
-        before = cache or [layer.empty(len(tokens)) for layer in self.layers]
+        before = cache or [_empty(letter, len(tokens)) for letter in PATTERN]
         for layer, norm, content in zip(self.layers, self.norms, before, strict=True):
             mixed, content = layer(norm(x), content, window)
             x = x + mixed
             kept.append(content)
         return x, kept
+
+
+def _empty(letter: str, batch: int) -> list[Tensor]:
+    """What a layer keeps of no prefix."""
+    window = torch.zeros(batch, 3 * HEADS * WIDTH, TAPS - 1)
+    if letter == "*":
+        return [*(torch.zeros(batch, 0, HEADS, WIDTH) for _ in "kv"), window]
+    return [torch.zeros(batch, HEADS, WIDTH, WIDTH), window]
 
 
 class Mixer(nn.Module):
@@ -73,7 +81,8 @@ class Mixer(nn.Module):
     def read(self, h: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v [b, l, HEADS, WIDTH], and the window behind them."""
         packed, length = torch.cat([before, self.project(h).mT], -1), h.shape[1]
-        mixed = sum(packed[..., i : i + length] * self.taps[:, i, None] for i in range(TAPS))
+        taps = (packed[..., i : i + length] * self.taps[:, i, None] for i in range(TAPS))
+        mixed = sum(taps, start=h.new_zeros(()))
         q, k, v = F.silu(mixed).mT.unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
         return q, k, v, packed[..., length:]
 
@@ -81,18 +90,14 @@ class Mixer(nn.Module):
 class Attention(Mixer):
     """Softmax attention without positions."""
 
-    def empty(self, batch: int) -> list[Tensor]:
-        window = torch.zeros(batch, 3 * HEADS * WIDTH, TAPS - 1)
-        return [torch.zeros(batch, 0, HEADS, WIDTH)] * 2 + [window]
-
     def forward(self, h: Tensor, cache: list[Tensor], window: int) -> tuple[Tensor, list[Tensor]]:
         q, k, v, before = self.read(h, cache[2])
         k, v = torch.cat([cache[0], k], 1), torch.cat([cache[1], v], 1)
         places = torch.arange(k.shape[1])
         distance = places[-h.shape[1] :, None] - places
         seen = (distance >= 0) & (distance < window)
-        heads = (each.transpose(1, 2) for each in (q, k, v))
-        found = F.scaled_dot_product_attention(*heads, attn_mask=seen)
+        q, keys, values = (each.transpose(1, 2) for each in (q, k, v))
+        found = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
         return self.out(found.transpose(1, 2).flatten(2)), [k, v, before]
 
 
@@ -114,10 +119,6 @@ class Recurrent(Mixer):
         nn.init.constant_(self.decay.bias, -4.0)
         self.rate = nn.Parameter(torch.linspace(0.0, math.log(8.0), decays))
         self.norm = nn.RMSNorm(WIDTH)
-
-    def empty(self, batch: int) -> list[Tensor]:
-        window = torch.zeros(batch, 3 * HEADS * WIDTH, TAPS - 1)
-        return [torch.zeros(batch, HEADS, WIDTH, WIDTH), window]
 
     def forward(self, h: Tensor, cache: list[Tensor], _: int) -> tuple[Tensor, list[Tensor]]:
         q, k, v, before = self.read(h, cache[1])
