@@ -156,4 +156,4 @@ def test_a_model_learns_to_answer_from_its_context() -> None:
 def test_a_page_has_both_tables_of_a_model() -> None:
     text = measure("mamba2", steps=1, sequences=1, chats=1)
     assert text.startswith("### Mamba-2\n")
-    assert text.count("|---|") == 2
+    assert text.count("\n|---") == 2
