@@ -33,6 +33,7 @@ COMMANDS = {
     "policies": "policies",
     "rounds": "rounds",
     "cold": "cold",
+    "coded": "coded",
     "kernels": "kernels",
     "split": "server",
     "tiers": "tiers",
@@ -42,7 +43,7 @@ COMMANDS = {
     "server": "server",
     "results": "results",
 }
-"""Modules by subcommand: twelve benchmarks, and the pages that they make."""
+"""Modules by subcommand: thirteen benchmarks, and the pages that they make."""
 
 positive = whole(1)
 """Reads a number of 1 or more, for an option."""

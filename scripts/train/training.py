@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from scripts.train.chats import Conversations, Sequence
 from scripts.train.facts import collect
@@ -59,7 +59,7 @@ def train(rank: int, args: argparse.Namespace, meeting: Path) -> None:
     seen = Conversations(facts, encode, seed=0, rare=False).sequences(256)
     vocabulary = Vocabulary(tokenizer, list(islice(seen, 8 * len(facts))))
     model = NemotronH(SIZES["tiny"], len(vocabulary.ids), VOCAB_SIZE - len(vocabulary.ids))
-    optimizers = _optimizers(model, args.rate)
+    optimizers = muon_and_adamw(model, args.rate)
     conversations = Conversations(facts, encode, seed=rank + 1)
     short, long = (conversations.sequences(length) for _, length in (SHORT, LONG))
     begin, step, tokens = time.monotonic(), 0, 0
@@ -93,7 +93,7 @@ def train(rank: int, args: argparse.Namespace, meeting: Path) -> None:
         print(f"{step} steps, {tokens / 1e6:.1f} M tokens, {sum(losses) / len(losses):.3f} nats.")
 
 
-def _optimizers(model: NemotronH, rate: float) -> list[torch.optim.Optimizer]:
+def muon_and_adamw(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for all else."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.dim() == 2 and "layers" in name]
