@@ -11,6 +11,7 @@ from sglang_hybrid.core.returns.hazards import reuse_class_of
 from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.core.tiers.tier_pool import TierPool
+from sglang_hybrid.core.victims.coding import INEXACT
 from sglang_hybrid.core.victims.eviction import Lru, Marconi, Policy, Reuse, SegLen
 from sglang_hybrid.core.victims.pool import Scarce
 
@@ -41,14 +42,13 @@ def facts_of(node: Node, scarce: Scarce, cost: CostModel) -> Facts:
     saved = cost.flops(depth) - cost.flops(anchor_depth) if node.has_state else 0
     kv = state = 0
     if not node.children and not node.kv_locked and not node.state_locked:
-        kv = node.tokens
+        kv = cost.kv_bytes_of(node.tokens, node.coded_kv)
         for above in ancestors(node):
             if above.has_state or len(above.children) != 1:
                 break
-            kv += above.tokens
-        kv *= cost.kv_bytes_per_token
+            kv += cost.kv_bytes_of(above.tokens, above.coded_kv)
     if node.has_state and not node.state_locked:
-        state = cost.state_bytes
+        state = cost.state_bytes_of(node.coded_state)
     freed = {Scarce.SHARED: kv + state, Scarce.STATES: state, Scarce.KV: kv}[scarce]
     return Facts(node, saved, freed)
 
@@ -58,6 +58,12 @@ def plain_victim(
 ) -> Node | None:
     """The victim by the definitions; for GDSF see PlainGdsf."""
     everything = [facts_of(node, scarce, cost) for node in tree.walk()]
+    can_be_coded = set()
+    for facts in everything if cost.coded else ():
+        freed = plain_codable(facts.node, scarce, cost)
+        if freed:
+            facts.freed = freed
+            can_be_coded.add(facts.node)
     everything = [facts for facts in everything if facts.freed]
     if policy.bounded_by_prefix and scarce is Scarce.KV:
         for facts in everything:
@@ -68,19 +74,53 @@ def plain_victim(
         dead = [facts.node for facts in everything if not facts.node.has_state]
         if dead:
             return min(dead, key=lambda node: (node.last_used, node.id))
-    if policy.spares_forks:
+    if can_be_coded:
+        coded = [facts for facts in everything if facts.node not in can_be_coded]
+        everything = [facts for facts in everything if facts.node in can_be_coded]
+        if coded and policy.knows_returns:
+            first, loss = plain_lowest(everything, policy, tree)
+            other, worth = plain_lowest(coded, policy, tree)
+            return first if INEXACT * loss < worth else other
+    elif policy.spares_forks:
         few = [facts for facts in everything if len(facts.node.children) <= 1]
         if not few and not last_resort:
             return None
         everything = few or everything
-    if not everything:
-        return None
-    scores = plain_scores(everything, policy, tree)
+    return plain_lowest(everything, policy, tree)[0] if everything else None
+
+
+def plain_lowest(candidates: list[Facts], policy: Policy, tree: NodeTree) -> tuple[Node, float]:
+    """The candidate of the lowest score, and the score."""
+    scores = plain_scores(candidates, policy, tree)
     best = min(
-        range(len(everything)),
-        key=lambda i: (scores[i], everything[i].node.last_used, everything[i].node.id),
+        range(len(candidates)),
+        key=lambda i: (scores[i], candidates[i].node.last_used, candidates[i].node.id),
     )
-    return everything[best].node
+    return candidates[best].node, scores[best]
+
+
+def plain_codable(node: Node, scarce: Scarce, cost: CostModel) -> int:
+    """Bytes of what is scarce that coding gives back of `node`: of its state, and of KV that it and
+    the ancestors that only lead to it hold.
+    """
+    if node.stays_exact or not (node.has_state or node.children):
+        return 0
+    state = kv = 0
+    if node.has_state and not node.coded_state and not node.state_locked:
+        state = cost.state_bytes - cost.coded[1]
+    path = [node, *ancestors(node)]
+    below: Node | None = None
+    for each in path:
+        others = [child for child in each.children.values() if child is not below]
+        if each.coded_kv or each.kv_locked or not all(child.coded_kv for child in others):
+            break
+        if below is not None and each.has_state and not each.coded_state:
+            break
+        if each is node and node.state_locked:
+            break
+        kv += each.tokens * (cost.kv_bytes_per_token - cost.coded[0])
+        below = each
+    return {Scarce.SHARED: kv + state, Scarce.STATES: state, Scarce.KV: kv}[scarce]
 
 
 def plain_scores(candidates: list[Facts], policy: Policy, tree: NodeTree) -> list[float]:

@@ -57,7 +57,9 @@ class CostModel:
     `with_sizes` puts measured ones in their place. assumed: what had to be guessed because the
     config does not say it; empty for a known architecture. state_value_bytes: of one number of a
     state. copies: KV bytes per token and state bytes in each tier (`core.tiers.rates.Tier`), where
-    copies below the device are smaller; empty where they are as large.
+    copies below the device are smaller; empty where they are as large. coded: bytes of a token's KV
+    and of a state that are kept coded on the device (core/victims/coding.py); empty where nothing
+    is.
     """
 
     linear: int
@@ -68,6 +70,7 @@ class CostModel:
     assumed: str = ""
     state_value_bytes: int = 4
     copies: tuple[tuple[int, int], ...] = ()
+    coded: tuple[int, int] | tuple[()] = ()
 
     @classmethod
     def from_layers(
@@ -156,6 +159,14 @@ class CostModel:
     def bytes_in(self, tier: int, kv_tokens: int, states: int) -> int:
         """Bytes that so many tokens of KV and states take in a tier."""
         return kv_tokens * self.kv_bytes_in(tier) + states * self.state_bytes_in(tier)
+
+    def kv_bytes_of(self, tokens: int, coded: bool) -> int:
+        """Bytes of so many tokens of KV on the device, coded or not."""
+        return tokens * (self.coded[0] if coded and self.coded else self.kv_bytes_per_token)
+
+    def state_bytes_of(self, coded: bool) -> int:
+        """Bytes of a state on the device, coded or not."""
+        return self.coded[1] if coded and self.coded else self.state_bytes
 
     @property
     def states_to_kv(self) -> float:

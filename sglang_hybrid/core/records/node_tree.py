@@ -34,12 +34,14 @@ class NodeTree:
     dirty at the listeners. Anchors are right too, unless a state was added or removed above more
     than SETTLED_AT_ONCE nodes: then the next calls of `settle` do the rest.
 
+    codes: whether entries may be coded (core/victims/coding.py).
     pins: those of its nodes; by default nothing can be pinned. inner_changes: how often a node
     with children got or lost its state, so that requests below may resume elsewhere.
     """
 
     def __init__(self, clock: Clock | None = None, pins: Pins | None = None) -> None:
         self.inner_changes = 0
+        self.codes = False
         self.clock = clock or Clock()
         self.pins = Pins() if pins is None else pins
         self.pins.follow(self.clock, self.mark_dirty)
@@ -67,7 +69,9 @@ class NodeTree:
         node = self._new(parent, tokens)
         parent.changes += 1
         self._mark_chain_dirty(parent)
+        self._mark_lowest_dirty(parent)
         self._attach(parent, key, node)
+        parent.exact_children += 1
         self.mark_dirty(parent)
         self.mark_dirty(node)
         return node
@@ -87,6 +91,9 @@ class NodeTree:
         head.kv_locked = node.kv_locked
         if node.copies is not None:
             head.copies = node.copies.of_head()
+        head.coded_kv, head.inexact = node.coded_kv, node.inexact
+        head.stays_exact = node.stays_exact
+        head.exact_children = int(not node.coded_kv)
         del parent.children[node.key]
         self._attach(parent, head_key, head)
         self._attach(head, tail_key, node)
@@ -108,9 +115,11 @@ class NodeTree:
             listener.forget(node)
         parent = node.parent
         del parent.children[node.key]
+        parent.exact_children -= not node.coded_kv
         node.parent = None
         self.mark_dirty(parent)
         self._mark_chain_dirty(parent)
+        self._mark_lowest_dirty(parent)
 
     def give_state(self, node: Node, kind: Kind) -> None:
         """`node` now holds a checkpoint, created at this tick. It becomes the anchor of the nodes
@@ -119,6 +128,7 @@ class NodeTree:
         if kind is Kind.TAIL and node.parent is not None and node.turn == node.parent.turn:
             node.turn += 1
         node.kind = kind
+        self._mark_lowest_dirty(node)
         if not node.has_state:
             node.has_state = True
             node.last_used, node.stamp = node.taken = self.clock.tick, self.clock.stamp
@@ -129,7 +139,8 @@ class NodeTree:
         """`node` loses its checkpoint. The nodes that it was the anchor of get its own anchor."""
         if node.has_state:
             self.pins.on_loss(node)
-            node.has_state = False
+            node.has_state = node.coded_state = False
+            self._mark_lowest_dirty(node)
             self._re_anchor(node)
             self.mark_dirty(node)
             self._mark_anchor_dirty(node)
@@ -147,11 +158,34 @@ class NodeTree:
         if (node.kv_locked, node.state_locked) != (kv, state):
             node.kv_locked, node.state_locked = kv, state
             self.mark_dirty(node)
+            self._mark_lowest_dirty(node)
 
     def move_standing(self, node: Node, by: int) -> None:
         """Change the standing of `node` by `by`: what requests that wait or run need of it."""
         node.standing += by
         if node.parent is not None and (node.standing == by or not node.standing):
+            self.mark_dirty(node)
+
+    def code_kv(self, node: Node, coded: bool) -> None:
+        """The KV of `node` is coded from now on, or it is not any more."""
+        if node.coded_kv != coded:
+            assert node.parent is not None
+            self._mark_lowest_dirty(node.parent)
+            node.coded_kv = coded
+            node.parent.exact_children += -1 if coded else 1
+            self.mark_dirty(node)
+            self.mark_dirty(node.parent)
+            self._mark_chain_dirty(node)
+            self._mark_chain_dirty(node.parent)
+            self._mark_lowest_dirty(node)
+            self._mark_lowest_dirty(node.parent)
+
+    def code_state(self, node: Node, coded: bool) -> None:
+        """The state of `node` is coded from now on, or it is not any more."""
+        if node.coded_state != coded:
+            node.coded_state = True  # for the moment: what is above and below is coded together
+            self._mark_lowest_dirty(node)
+            node.coded_state = coded
             self.mark_dirty(node)
 
     def link_history(self, node: Node, history_node: Any) -> None:
@@ -214,6 +248,18 @@ class NodeTree:
         while absorbs(node):
             (node,) = node.children.values()
             self.mark_dirty(node)
+
+    def _mark_lowest_dirty(self, node: Node) -> None:
+        """Mark the node, if any, with which the KV of `node` is coded: that gives back another
+        number of bytes now.
+        """
+        if not self.codes or (node.has_state and not node.coded_state):
+            return
+        while node.exact_children == 1:
+            node = next(child for child in node.children.values() if not child.coded_kv)
+            self.mark_dirty(node)
+            if node.has_state and not node.coded_state:
+                return
 
     def _mark_anchor_dirty(self, node: Node) -> None:
         """Mark the state above `node`: it inherits the demand for the state of `node`."""

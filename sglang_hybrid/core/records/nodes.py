@@ -69,18 +69,25 @@ class Node:
     payload: what the cache attaches to the record: SGLang's tree node, or the tokens of the edge.
     copies: where its KV and its state have copies (places.Copies), None without tiers. changes: how
     often a child was added to it, its state came or went while it had none, or it was removed.
+    coded_kv, coded_state: they are kept as smaller numbers, to be decoded before they are used
+    (core/victims/coding.py). inexact: they are, or were until they were decoded. stays_exact:
+    neither is ever coded. exact_children: children whose KV is not coded.
     """
 
     __slots__ = (
         "anchor_depth",
         "changes",
         "children",
+        "coded_kv",
+        "coded_state",
         "copies",
         "depth",
+        "exact_children",
         "has_state",
         "history_node",
         "hits",
         "id",
+        "inexact",
         "inherited_demand",
         "key",
         "kind",
@@ -93,6 +100,7 @@ class Node:
         "stamp",
         "standing",
         "state_locked",
+        "stays_exact",
         "taken",
         "tokens",
         "turn",
@@ -120,6 +128,8 @@ class Node:
         self.payload: Any = None
         self.copies: Any = None
         self.changes = 0
+        self.coded_kv = self.coded_state = self.inexact = self.stays_exact = False
+        self.exact_children = 0
         if parent is None:
             self.depth = self.anchor_depth = self.turn = 0
         else:

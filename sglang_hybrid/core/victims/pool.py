@@ -8,7 +8,7 @@ Python object is scanned, nothing is sorted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -18,6 +18,7 @@ import numpy as np
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.nodes import Clock, Node, absorbs
+from sglang_hybrid.core.victims.coding import INEXACT, Codable, codable
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.core.victims.table import Table
 
@@ -42,24 +43,25 @@ def freed_bytes(node: Node, scarce: Scarce, cost: CostModel) -> int:
         return 0
     kv = state = 0
     if not node.children and not node.kv_locked and not node.state_locked:
-        kv = (node.tokens + absorbed_tokens(node)) * cost.kv_bytes_per_token
+        kv = cost.kv_bytes_of(node.tokens, node.coded_kv) + absorbed_bytes(node, cost)
     if node.has_state and not node.state_locked:
-        state = cost.state_bytes
+        state = cost.state_bytes_of(node.coded_state)
     if scarce is Scarce.SHARED:
         return kv + state
     return state if scarce is Scarce.STATES else kv
 
 
-def absorbed_tokens(node: Node) -> int:
-    """Tokens on the edges of the ancestors right above that hold no state and lead to nothing but
-    `node`.
-    """
+def absorbed_bytes(node: Node, cost: CostModel) -> int:
+    """Bytes of KV of the ancestors that are `absorbed` by `node`."""
+    return sum(cost.kv_bytes_of(above.tokens, above.coded_kv) for above in absorbed(node))
+
+
+def absorbed(node: Node) -> Iterator[Node]:
+    """The ancestors right above that hold no state and lead to nothing but `node`."""
     above = node.parent
-    tokens = 0
     while above is not None and absorbs(above):
-        tokens += above.tokens
+        yield above
         above = above.parent
-    return tokens
 
 
 DESCRIBED_AT_ONCE = 1_024
@@ -83,9 +85,11 @@ class Pool:
     """Candidates of one pool under one policy. Listens to a NodeTree; `victim` chooses, the cache
     evicts.
 
-    Four tables, asked in this order: leaves without a state, oldest first; candidates, lowest score
-    first; only when asked for, the states with several children that a policy spares; and what
-    requests that wait or run have a standing in, lowest standing first.
+    Five tables, asked in this order: leaves without a state, oldest first; candidates, lowest score
+    first, where entries may be coded only those of which something can be; what is coded already
+    (of both, what costs least: `_code_or_evict`); only when asked for, the states with several
+    children that a policy spares; and what requests that wait or run have a standing in, lowest
+    standing first.
 
     further_columns: numbers of a row beside the policy's.
     """
@@ -99,7 +103,9 @@ class Pool:
         self.clock = clock
         columns, further = policy.columns, self.further_columns
         self._stateless = Table(further)
-        self._candidates, self._forks, self._wanted = (Table(columns + further) for _ in range(3))
+        self._candidates, self._coded, self._forks, self._wanted = (
+            Table(columns + further) for _ in range(4)
+        )
         self._home: dict[Node, Table] = {}  # the table a node is in
         self._dirty: dict[Node, None] = {}
         self.last_score = -math.inf  # of the last victim
@@ -116,15 +122,16 @@ class Pool:
         self.policy.forget(node)
 
     def victim(self, *, last_resort: bool = False) -> Node | None:
-        """Choose the node to evict now; None if nothing may go. The caller must evict it: a leaf
-        altogether; if it has children, or its KV is held, its state only.
+        """Choose the node to evict now; None if nothing may go. The caller must code what
+        `codable` says, or else evict it: a leaf altogether; if it has children, or its KV is held,
+        its state only.
         """
         choice = self.cheapest(last_resort=last_resort)
         if choice is None:
             return None
         node, score = choice
         self.last_score = score
-        if self._has_demand(node):
+        if self._has_demand(node) and self.codable(node) is None:
             self._tell_policy(node, score)
         return node
 
@@ -158,11 +165,24 @@ class Pool:
         """The next victim and its score, by what the tables hold."""
         if len(self._stateless):
             return self._stateless.lowest(self._stateless.last_used())[0], -math.inf
-        tables = (self._candidates, self._forks) if last_resort else (self._candidates,)
-        for table in tables:
+        if len(self._candidates) and len(self._coded) and self.policy.knows_returns:
+            return self._code_or_evict()
+        tables = (self._candidates, self._coded, self._forks)
+        for table in tables if last_resort else tables[:2]:
             if len(table):
                 return table.lowest(self.policy.scores(table, self.clock))
         return self._least_wanted()
+
+    def _code_or_evict(self) -> tuple[Node, float]:
+        """What is lost least by: coding the cheapest entry that can be, or evicting one that is
+        coded already. Their scores compare where they say how likely a position comes back.
+        """
+        first, other = (
+            table.lowest(self.policy.scores(table, self.clock))
+            for table in (self._candidates, self._coded)
+        )
+        loses, worth = INEXACT * max(first[1], 0.0), max(other[1], 0.0)
+        return first if loses < worth else other
 
     def _least_wanted(self) -> tuple[Node, float] | None:
         """Of the nodes with a standing, one of the lowest standing; of these, the lowest score."""
@@ -178,21 +198,24 @@ class Pool:
     def evictable(self) -> bool:
         """Whether anything may go before a last resort."""
         self._describe()
-        while self._dirty and not (len(self._stateless) or len(self._candidates)):
+        tables = self._stateless, self._candidates, self._coded
+        while self._dirty and not any(map(len, tables)):
             self._describe()
-        return len(self._stateless) + len(self._candidates) > 0
+        return any(map(len, tables))
 
     def compare_with_victim(self, node: Node) -> VictimComparison | None:
         """The score that `node`, which no tree holds yet, would have if it gave back one state,
         beside the cheapest victim's; None if what goes has no score. Scores compare within one
-        table only, so it joins theirs for the moment.
+        table only, so it joins theirs for the moment. Where entries may be coded, it will be, too,
+        and what is lost for it in the end is coded already.
         """
         self._describe()
-        table = self._candidates
-        if self._stateless_free(self.cost.state_bytes) or not len(table):
+        table = self._coded if self.cost.coded else self._candidates
+        size = self.cost.state_bytes_of(coded=True)
+        if self._stateless_free(size) or not len(table):
             return None
         saved = self.cost.savings(node.depth, node.anchor_depth)
-        table.put(node, self.policy.describe(node, saved, max(1, self.cost.state_bytes)))
+        table.put(node, self.policy.describe(node, saved, max(1, size)))
         scores = self.policy.scores(table, self.clock)
         comparison = VictimComparison(float(scores[-1]), float(scores[:-1].min()))
         table.discard(node)
@@ -212,7 +235,16 @@ class Pool:
     def candidates(self) -> Sequence[Node]:
         """What may go before a last resort, in no particular order."""
         self._describe(len(self._dirty))
-        return self._stateless.nodes + self._candidates.nodes
+        return self._stateless.nodes + self._candidates.nodes + self._coded.nodes
+
+    def codable(self, node: Node) -> Codable | None:
+        """What of `node` is to be coded where it would be evicted; None if it is to be evicted. A
+        leaf without a state is not worth coding.
+        """
+        if not self.cost.coded or not (node.has_state or node.children):
+            return None
+        kv, state = self.scarce is not Scarce.STATES, self.scarce is not Scarce.KV
+        return codable(node, self.cost, kv=kv, state=state)
 
     def check(self, nodes: Iterable[Node]) -> list[str]:
         """What is wrong with the tables, given all `nodes` there are; nothing, if all is well."""
@@ -258,7 +290,8 @@ class Pool:
         """Bytes of what is scarce that evicting `node` gives back, 0 if nothing may go; and the
         FLOPs that it saves, 0 if nothing is resumed from it.
         """
-        freed = freed_bytes(node, self.scarce, self.cost)
+        coded = self.codable(node) if node.parent is not None else None
+        freed = freed_bytes(node, self.scarce, self.cost) if coded is None else coded.freed
         saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
         if self.scarce is Scarce.KV and self.policy.bounded_by_prefix:
             saved = self._share_of_prefix(node, freed, saved)
@@ -283,9 +316,11 @@ class Pool:
             return self._wanted, freed, saved
         if self._is_worthless(node, saved) and self.policy.stateless_first:
             return self._stateless, freed, saved
+        if self.cost.coded and self.codable(node) is not None:
+            return self._candidates, freed, saved
         if self.policy.spares_forks and self._is_fork(node):
             return self._forks, freed, saved
-        return self._candidates, freed, saved
+        return self._coded if self.cost.coded else self._candidates, freed, saved
 
     def _is_fork(self, node: Node) -> bool:
         """Whether several nodes continue `node`."""

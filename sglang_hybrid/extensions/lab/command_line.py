@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from sglang_hybrid.core.sentences import plain, shown
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
 from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.core.victims.eviction import POLICIES
 from sglang_hybrid.extensions.lab.runner import Job
+from sglang_hybrid.extensions.lab.simulation.device_codec import NUMBER_BYTES
 from sglang_hybrid.extensions.lab.simulation.prefill_time import (
     PAPER,
     PrefillTime,
@@ -34,7 +37,11 @@ from sglang_hybrid.extensions.lab.simulation.prefill_time import (
 from sglang_hybrid.extensions.lab.simulation.replicas import ROUTERS
 from sglang_hybrid.extensions.lab.simulation.shared_store import StoreBudget
 from sglang_hybrid.extensions.lab.simulation.sizes import parse_bytes
-from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets
+from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import (
+    EXAMPLE,
+    CopyCodec,
+    TierBudgets,
+)
 from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Azure, Draw
 from sglang_hybrid.extensions.lab.simulation.traces.declared_hints import KINDS as HINTS
 from sglang_hybrid.extensions.lab.simulation.traces.declared_hints import with_hints
@@ -122,6 +129,13 @@ def parser() -> argparse.ArgumentParser:
         "as the server splits its memory; `sglang` splits as SGLang does (%(default)s)",
     )
     add("--chunk", type=whole(1), help="served: prompt tokens per forward (8192)")
+    codecs = [codec.value for codec in NUMBER_BYTES]
+    add(
+        "--device-codec",
+        choices=codecs,
+        help="served: our policies once more, with what they would evict kept coded on the device "
+        "(%(choices)s)",
+    )
     add("--grid", type=whole(1), help="served: tokens between SGLang's own states (64)")
     replicas = whole(1, MOST_REPLICAS)
     add("--replicas", type=replicas, default=1, metavar="N", help="servers, each with such a cache")
@@ -224,7 +238,7 @@ def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
     serving = _serving(options)
     routings = _routings(options, policies)
     least = options.min_branch_tokens
-    return [
+    jobs = [
         Job(
             spec,
             trace,
@@ -244,6 +258,19 @@ def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
         for spec in policies
         for routing in routings
     ]
+    return [each for job in jobs for each in (job, *_coded(job, options))]
+
+
+def _coded(job: Job, options: argparse.Namespace) -> list[Job]:
+    """`job` with entries that are kept coded, if that is asked for and the policy is one of ours.
+    Raises UsageError.
+    """
+    if options.device_codec is None:
+        return []
+    if job.serving is None:
+        raise UsageError("--device-codec is for --rules served only")
+    codec = CopyCodec(options.device_codec)
+    return [replace(job, device_codec=codec)] if job.spec.name in POLICIES else []
 
 
 def _routings(options: argparse.Namespace, specs: Sequence[Spec]) -> list[str]:

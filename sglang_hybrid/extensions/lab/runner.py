@@ -15,13 +15,18 @@ from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab import systems  # noqa: F401, it registers them
 from sglang_hybrid.extensions.lab.simulation.block_cache import BlockCache
+from sglang_hybrid.extensions.lab.simulation.device_codec import coded_in, left_of
 from sglang_hybrid.extensions.lab.simulation.future import Oracle
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PrefillTime
 from sglang_hybrid.extensions.lab.simulation.replicas import ROUTERS
 from sglang_hybrid.extensions.lab.simulation.shared_store import SimulatedStore, StoreBudget
 from sglang_hybrid.extensions.lab.simulation.simulator import Outcome
 from sglang_hybrid.extensions.lab.simulation.tiers.losses import Loss, Losses
-from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import TierBudgets, TierCounts
+from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import (
+    CopyCodec,
+    TierBudgets,
+    TierCounts,
+)
 from sglang_hybrid.extensions.lab.simulation.tiers.tier_simulator import TieredSimulator
 from sglang_hybrid.extensions.lab.simulation.timing import Timeline, paper_ttft
 from sglang_hybrid.extensions.lab.simulation.workers import run_all
@@ -34,7 +39,8 @@ class Job:
     replayed in, None for the paper's rules. tiers: what there is instead of `budget`. losses: find
     out where hits are lost in tiers. replicas: servers with a cache of `budget` each, and routing:
     the name of the router before them (simulation/replicas.py); they need `time`. late: seconds
-    until a router hears of a state. store: what the servers share below their caches.
+    until a router hears of a state. store: what the servers share below their caches. device_codec:
+    of entries that the device keeps coded; it needs `serving`.
     """
 
     spec: Spec
@@ -50,11 +56,18 @@ class Job:
     routing: str = ""
     late: float = 0.0
     store: StoreBudget | None = None
+    device_codec: CopyCodec = CopyCodec.EXACT
+
+    @property
+    def policy(self) -> str:
+        """The policy, and how its entries are coded."""
+        exact = self.device_codec is CopyCodec.EXACT
+        return str(self.spec) if exact else f"{self.spec}, {self.device_codec.value}"
 
     @property
     def name(self) -> str:
         """The policy, and how requests are routed if there are several replicas."""
-        return f"{self.spec}, {self.routing}" if self.routing else str(self.spec)
+        return f"{self.policy}, {self.routing}" if self.routing else self.policy
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,8 @@ class Result:
 
     chosen: the options that were best in hindsight. blocks: stored, KV reused, states reused, of a
     cache of blocks. tiers: what the tiers of a cache in tiers did. lost: tokens that it would have
-    hit if it had lost no state, by why it had not, where the job asks for it.
+    hit if it had lost no state, by why it had not, where the job asks for it. exact_tokens: of
+    those that were hit, how many came from nothing that was ever coded.
     """
 
     job: Job
@@ -76,6 +90,7 @@ class Result:
     blocks: tuple[int, int, int] | None = None
     tiers: TierCounts | None = None
     lost: dict[str, int] | None = None
+    exact_tokens: int = 0
 
     @property
     def hit_tokens(self) -> int:
@@ -102,7 +117,7 @@ class Result:
         budget = self.job.budget
         split = isinstance(budget, Split)
         kept: dict[str, Any] = {
-            "policy": str(self.job.spec),
+            "policy": self.job.policy,
             "replicas": self.job.replicas,
             "routing": self.job.routing or None,
             "late_s": self.job.late,
@@ -117,6 +132,8 @@ class Result:
             "input_tokens": int(self.input_len.sum()),
             "hit_tokens": self.hit_tokens,
             "hit_rate": self.hit_rate,
+            "device_codec": self.job.device_codec.value,
+            "exact_hit_tokens": self.exact_tokens,
             "flops_saved": self.flops_saved,
             "seconds": round(self.seconds, 3),
             "tiers": None if self.tiers is None else self.tiers.as_dict(),
@@ -164,8 +181,8 @@ class Runner:
     def _run(self, job: Job, spec: Spec, count_request: Callable[[], None]) -> Result:
         requests = self.traces[job.trace]
         setting = Setting(
-            job.cost,
-            job.budget,
+            coded_in(job.cost, job.device_codec),
+            left_of(job.budget, job.device_codec),
             requests,
             job.min_branch_tokens,
             job.serving,
@@ -212,4 +229,5 @@ class Runner:
             blocks,
             None if tiered is None else tiered.counts,
             lost,
+            sum(o.hit_len for o in outcomes if o.exact),
         )

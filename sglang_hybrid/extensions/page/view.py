@@ -17,7 +17,7 @@ import msgspec
 
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.tiers.rates import Tier
-from sglang_hybrid.core.victims.pool import absorbed_tokens
+from sglang_hybrid.core.victims.pool import absorbed
 from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.decisions import Decision, KvLost, NotTaken, StateLost
@@ -311,7 +311,9 @@ class PageView:
             ),
             "returns": likely if node.has_state else None,
             "value": self._rows.value(node, records.tree),
-            "frees_tokens": 0 if node.children else node.tokens + absorbed_tokens(node),
+            "frees_tokens": 0
+            if node.children
+            else node.tokens + sum(above.tokens for above in absorbed(node)),
             "pinned": node.pin is not None,
             "held": node.kv_locked or node.state_locked,
             "wanted": node.standing,

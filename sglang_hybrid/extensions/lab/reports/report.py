@@ -88,7 +88,7 @@ class Report:
             best=best,
             found=found,
             several=len(study.budgets) > 1,
-            rows=[(_size(r), r, plots.colour(str(r.job.spec))) for r in study.results],
+            rows=[(_size(r), r, plots.colour(r.job.policy)) for r in study.results],
             timed=study.first.time is not None,
             hits_by_tier=hits_by_tier(found),
             lost_tokens=lost_tokens(found),

@@ -94,7 +94,7 @@ class Study:
     def at_compared(self) -> dict[str, Result]:
         """Results at the size of `compared` by the policy's name."""
         budget = self.compared
-        return {str(r.job.spec): r for r in self.results if r.job.budget == budget}
+        return {r.job.policy: r for r in self.results if r.job.budget == budget}
 
     def reference(self) -> str | None:
         """What gains are counted from: LRU under the same admission, else SGLang+."""
@@ -110,7 +110,7 @@ class Study:
         """Values of a kind of extra job, and hit rates in percent by policy."""
         series: dict[str, list[float]] = {}
         for _, result in self.swept(kind):
-            series.setdefault(str(result.job.spec), []).append(100 * result.hit_rate)
+            series.setdefault(result.job.policy, []).append(100 * result.hit_rate)
         return list(dict.fromkeys(value for value, _ in self.swept(kind))), series
 
     def sizes(self) -> tuple[list[Budget], dict[str, list[float]]]:
@@ -119,7 +119,7 @@ class Study:
         """
         found: dict[str, dict[Budget, float]] = {}
         for result in [*self.results, *(result for _, result in self.swept("size"))]:
-            rates = found.setdefault(str(result.job.spec), {})
+            rates = found.setdefault(result.job.policy, {})
             rates[result.job.budget] = 100 * result.hit_rate
         sizes = sorted({size for rates in found.values() for size in rates}, key=order)
         whole = {name: rates for name, rates in found.items() if len(rates) == len(sizes)}

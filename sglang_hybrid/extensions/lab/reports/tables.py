@@ -71,7 +71,7 @@ def _show_tiers(results: Sequence[Result], console: Console) -> None:
         if counts is None:
             continue
         table.add_row(
-            str(result.job.spec),
+            result.job.policy,
             " + ".join(f"{100 * counts.hit_tokens[tier] / tokens:.1f}" for tier in present),
             " + ".join(f"{counts.loads[tier]:,}" for tier in below),
             " + ".join(f"{counts.written[tier] / 1e9:.1f}" for tier in below),
@@ -82,7 +82,7 @@ def _show_tiers(results: Sequence[Result], console: Console) -> None:
     about = f"loads, GB written: {where}; bytes written per hit token."
     if inexact:
         about += " not exact: resumed from smaller copies, or computed behind them."
-    _show_lost({str(result.job.spec): result for result in results}, console)
+    _show_lost({result.job.policy: result for result in results}, console)
     console.print(about, highlight=False, soft_wrap=True)
 
 

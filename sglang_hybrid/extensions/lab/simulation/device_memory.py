@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.coded_edges import CodedEdges
 from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.victims.eviction import Policy
@@ -35,6 +36,12 @@ class DeviceMemory:
         self.has_evicted = False
         self._kv = 0
         self._states = 0
+        self._coded_states = 0
+        self._coded: CodedEdges[range] | None = None
+        if cost.coded:
+            tree.codes = True
+            per_slot = cost.kv_bytes_per_token // max(1, cost.coded[0])
+            self._coded = tree.coded = CodedEdges(max(1, per_slot))
         self.pool, self.state_pool = pools
         for pool in dict.fromkeys(pools):
             tree.listen(pool)
@@ -49,13 +56,16 @@ class DeviceMemory:
 
     @property
     def kv_used(self) -> int:
-        """Tokens of KV that are cached."""
-        return self._kv
+        """Tokens of KV for which what is cached takes the room."""
+        return self._kv + (0 if self._coded is None else self._coded.slots)
 
     @property
     def states_used(self) -> int:
-        """States that are cached."""
-        return self._states
+        """States for which what is cached takes the room."""
+        coded = self._coded_states
+        if coded:
+            coded = -(-coded * self.cost.state_bytes_of(coded=True) // self.cost.state_bytes)
+        return self._states + coded
 
     @property
     def used(self) -> int:
@@ -120,14 +130,49 @@ class DeviceMemory:
         return True
 
     def evict(self, pool: Pool, node: Node) -> None:
-        """`node`, a victim of `pool`, gives up its state if it has children, and otherwise all."""
+        """`node`, a victim of `pool`, is coded; if nothing of it can be, it gives up its state if
+        it has children, and otherwise all.
+        """
+        coded = pool.codable(node)
+        if coded is not None:
+            for each in coded.kv:
+                self.code_kv(each, True)
+            if coded.state:
+                self.code_state(node, True)
+            return
         self.has_evicted = True
-        self._states -= node.has_state
+        if node.has_state:
+            self._count_states(node.coded_state, -1)
         if node.children:
             self.tree.drop_state(node)
         else:
-            self._kv -= node.tokens
+            if self._coded is not None and node.coded_kv:
+                self._coded.drop(node.id)
+            else:
+                self._kv -= node.tokens
             self.tree.remove(node)
+
+    def code_kv(self, node: Node, coded: bool) -> None:
+        """The KV of `node` is coded, or decoded."""
+        assert self._coded is not None
+        if coded:
+            self._coded.code(node.id, range(node.tokens))
+        else:
+            self._coded.drop(node.id, [child.id for child in node.children.values()])
+        self._kv += -node.tokens if coded else node.tokens
+        self.tree.code_kv(node, coded)
+
+    def code_state(self, node: Node, coded: bool) -> None:
+        """The state of `node` is coded, or decoded."""
+        self._count_states(node.coded_state, -1)
+        self._count_states(coded, 1)
+        self.tree.code_state(node, coded)
+
+    def _count_states(self, coded: bool, states: int) -> None:
+        if coded:
+            self._coded_states += states
+        else:
+            self._states += states
 
     def add(self, kv: int, states: int) -> None:
         """So many tokens and states were cached."""

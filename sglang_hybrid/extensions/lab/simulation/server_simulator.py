@@ -125,7 +125,8 @@ class ServerSimulator(Simulator):
         if hit is not self.tree.root:
             self.tree.hit(hit)
         hit = self._load(request, hit)
-        outcome = Outcome(request.input_len, hit.depth, kv_len)
+        exact = not any(node.inexact for node in way_to(hit))
+        outcome = Outcome(request.input_len, hit.depth, kv_len, exact)
         running = Running(request, outcome, {}, allocated=hit.depth, shared=hit.depth)
         if hit is not self.tree.root:
             self._lock(running, hit)
@@ -198,7 +199,8 @@ class ServerSimulator(Simulator):
         hit = path[at - 1]
         self._touch(path[:at])
         self._touch_state(hit)
-        return (hit if self._room_beside(hit) else self.tree.root), matched
+        resumable = self._decode(hit) and self._room_beside(hit)
+        return (hit if resumable else self.tree.root), matched
 
     def _find(self, request: Request) -> tuple[list[Node], int]:
         """Nodes that the prompt passes, and how many of its tokens are stored; an edge that it
@@ -217,6 +219,38 @@ class ServerSimulator(Simulator):
         is nothing to load.
         """
         return hit
+
+    def _decode(self, hit: Node) -> bool:
+        """Decode what a request that resumes from `hit` reads, if there is room; whether it was."""
+        path = [node for node in way_to(hit) if node.coded_kv]
+        if not path and not hit.coded_state:
+            return True
+        held = [node for node in way_to(hit) if not node.kv_locked]
+        states = {node: node.state_locked for node in held}
+        for node in held:
+            self.tree.lock(node, kv=True, state=states[node] or node is hit)
+        fits = self._make_room_to_decode(sum(node.tokens for node in path), hit.coded_state)
+        for node in held:
+            self.tree.lock(node, kv=False, state=states[node])
+        if not fits:
+            return False
+        for node in reversed(path):
+            self.memory.code_kv(node, False)
+            node.inexact = True
+        if hit.coded_state:
+            self.memory.code_state(hit, False)
+            hit.inexact = True
+        return True
+
+    def _make_room_to_decode(self, tokens: int, state: bool) -> bool:
+        memory = self.memory
+        while memory.short_of(tokens, 0) is not None:
+            if not memory.evict_one(memory.pool, spare_forks=False):
+                return False
+        memory.kv_in_use += tokens
+        fits = not state or self._slots.make_room()
+        memory.kv_in_use -= tokens
+        return fits
 
     def _room_beside(self, source: Node) -> bool:
         """Whether a request can have a slot beside the state that it copies."""
@@ -278,9 +312,14 @@ class ServerSimulator(Simulator):
 
     def _take_kv(self, running: Running, deepest: Node, new: int) -> None:
         """`running` gives the tree the KV of the path to `deepest`, of which `new` tokens are not
-        stored yet.
+        stored yet, and others coded.
         """
         self.memory.add(new, 0)
+        if self.cost.coded:
+            for node in reversed(list(way_to(deepest))):
+                if node.coded_kv:
+                    self.memory.code_kv(node, False)
+                    node.inexact = False
 
     def _on_publish(self, running: Running) -> None:
         """The way to what `running` holds has new nodes: for caches that note them."""
@@ -305,7 +344,9 @@ class ServerSimulator(Simulator):
         self._touch_state(node)
 
     def _take_state(self, node: Node, kind: Kind) -> None:
-        if not node.has_state:
+        if node.coded_state:
+            self.memory.code_state(node, False)
+        elif not node.has_state:
             self.memory.add(0, 1)
             self.tree.give_state(node, kind)
 

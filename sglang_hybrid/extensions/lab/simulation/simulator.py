@@ -29,12 +29,13 @@ from sglang_hybrid.extensions.lab.simulation.token_tree import TokenTree
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What one request found: tokens skipped, and how far KV alone reached. hit_len <= kv_len <
-    input_len.
+    input_len. exact: nothing that it resumed from was ever coded.
     """
 
     input_len: int
     hit_len: int
     kv_len: int
+    exact: bool = True
 
 
 def hit_rate(outcomes: Iterable[Outcome]) -> float:

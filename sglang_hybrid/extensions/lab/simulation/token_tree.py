@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.records.coded_edges import CodedEdges
 from sglang_hybrid.core.records.edges import common_bytes
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Clock, Node
@@ -21,12 +22,14 @@ TOKEN_BYTES = 4  # int32
 
 class TokenTree(NodeTree):
     """`node.payload` is the tokens on the edge to `node`, as bytes. Edges meet at multiples of
-    `page` only. Sequences of different tenants have nothing but the root in common.
+    `page` only. Sequences of different tenants have nothing but the root in common. coded: where
+    coded KV lies; None where none is.
     """
 
     def __init__(self, page: int = 1, clock: Clock | None = None) -> None:
         super().__init__(clock)
         self.page = page
+        self.coded: CodedEdges[range] | None = None
 
     def find(
         self, tokens: TokenArray, below: Node | None = None, tenant: str = ""
@@ -78,6 +81,8 @@ class TokenTree(NodeTree):
         above, below = edge[:split], edge[split:]
         head = self.split(node, head_tokens, node.key, below[:key_bytes])
         head.payload, node.payload = above, below
+        if self.coded is not None and node.coded_kv:
+            self.coded.split(head.id, node.id, head_tokens)
         self.lock(head, kv=False, state=False)
         return head
 
