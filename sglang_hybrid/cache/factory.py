@@ -33,6 +33,7 @@ from sglang_hybrid.serving.device_streams import host_is_device
 from sglang_hybrid.serving.flag_values import FullHit
 from sglang_hybrid.serving.ranks import of_all_stages
 from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs.codecs import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang_hybrid.cache.sizes import cost_of_model
 
     options = HybridConfig.from_environment()
-    coded_rows.use(choose_codecs(options, context))
+    on_device = Codec(options.hybrid_device_codec.value) if options.codes_entries else Codec.EXACT
+    coded_rows.use(choose_codecs(options, context), on_device)
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args) or ""

@@ -5,7 +5,7 @@ Components, tuner and cache share them; none of their files imports `radix_cache
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,10 +38,13 @@ from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.serving.flag_values import Eviction
 from sglang_hybrid.serving.telemetry.stats import CacheStats
 from sglang_hybrid.serving.telemetry.tiers import TierStats
+from sglang_hybrid.storage.codecs.codecs import Codec
+from sglang_hybrid.storage.codecs.coded_rows import on_device
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
+    from sglang_hybrid.cache.coded.entries import CodedEntries
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.memory.account import MemoryAccount
     from sglang_hybrid.extensions.disk.learning import Learning
@@ -60,7 +63,8 @@ class Parts:
     have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
     None where states are taken where SGLang tracks them. serving: how the server runs, None there.
     speeds: of prefills and transfers. full_hits: prompts that need no forward. learning: what is
-    learnt outlives the server; None without tiers. step_clock: the time that all ranks agree on.
+    learnt outlives the server; None without tiers. coded: entries kept coded on the device; None
+    where none are. step_clock: the time that all ranks agree on.
     """
 
     options: HybridConfig
@@ -76,6 +80,7 @@ class Parts:
     tier_stats: TierStats
     speeds: MeasuredSpeeds
     full_hits: FullHits
+    coded: CodedEntries | None = None
     planner: Planner | None = None
     serving: Serving | None = None
     learning: Learning | None = None
@@ -109,6 +114,13 @@ def build_parts(
     memory = shared_memory(allocator)
     account = None if memory is None else memory.account
     measured, stats = measured_cost(cost, params), CacheStats()
+    coded = None
+    if on_device() is not Codec.EXACT and not params.disable:
+        from sglang_hybrid.cache.coded.entries import CodedEntries
+
+        coded = CodedEntries(cache, params, on_device())
+        sizes = coded.sizes(measured.kv_bytes_per_token, measured.state_bytes)
+        measured = replace(measured, coded=sizes)
     shadow_tree: ShadowTree | None = None
     on_cpu = str(getattr(allocator, "device", "cpu")) == "cpu"
     speeds = MeasuredSpeeds(measured, on_cpu=on_cpu)
@@ -156,6 +168,7 @@ def build_parts(
         speeds,
         FullHits(cache, _most_full_hits(params) if full_hits and shadow_tree is not None else 0),
     )
+    parts.coded = coded
     if shadow_tree is not None:
         parts.step_clock.join(shadow_tree.is_pin_over, shadow_tree.on_time)
     if tiers and shadow_tree is not None and shadow_tree.history is not None:

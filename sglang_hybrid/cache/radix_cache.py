@@ -133,6 +133,8 @@ class HybridRadixCache(HostTierCache):
             f"{self.cost.state_bytes:,}",
             f"{self.cost.kv_bytes_per_token:,}",
         )
+        if parts.coded is not None:
+            logger.info("sglang_hybrid: %s.", parts.coded.describe())
 
     @property
     def policy_name(self) -> str:
@@ -274,6 +276,8 @@ class HybridRadixCache(HostTierCache):
 
     def reset(self) -> None:
         super().reset()
+        if self.parts.coded is not None:
+            self.parts.coded.reset()
         self.decision_log.on_flush()
         self.plans.forget_all()
         if self.schedule is not None:

@@ -29,7 +29,7 @@ from sglang_hybrid.serving import warm_up
 from sglang_hybrid.serving.backend import why_not_unified
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.devices import serves_on_cpu
-from sglang_hybrid.serving.flag_values import Memory
+from sglang_hybrid.serving.flag_values import DeviceCodec, Memory
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -63,6 +63,7 @@ def settle_states(server_args: ServerArgs) -> None:
     reject_unsupported_speculation(server_args)
     _no_stages_that_lose_router_states(server_args)
     _no_ranks_that_sglang_cannot_divide(server_args)
+    check_device_codec(server_args)
     _no_host_below_kv_alone(server_args)
     _no_host_below_windows(server_args)
     _one_slot_for_a_running_request(server_args)
@@ -136,6 +137,24 @@ def check_unified_memory(server_args: ServerArgs) -> None:
             f"KV and states cannot share SGLang's unified pool with {flag}: {why}; {other}use "
             "--hybrid-memory split."
         )
+
+
+def check_device_codec(server_args: ServerArgs) -> None:
+    """Raises ValueError where entries are to be coded on the device and cannot be."""
+    view, codec = resolving_view(server_args), HybridConfig.from_environment().hybrid_device_codec
+    if codec is DeviceCodec.OFF or view.radix_cache_backend != BACKEND:
+        return
+    why = ""
+    if not view.uses_mamba_radix_cache:
+        why = "a model without recurrent states"
+    elif _has_windows_beside_states(server_args):
+        why = "a model with sliding windows"
+    elif view.enable_unified_memory:
+        why = "one memory on a GPU; use --hybrid-memory split"
+    elif view.disaggregation_mode not in (None, "null"):
+        why = f"--disaggregation-mode {view.disaggregation_mode}"
+    if why:
+        raise ValueError(f"--hybrid-device-codec {codec.value} cannot be combined with {why}.")
 
 
 def reject_unsupported_speculation(server_args: ServerArgs) -> None:

@@ -55,7 +55,7 @@ def why_not_unified(flags: Any) -> tuple[str, str]:
 OF_OUR_CACHE = (
     *("hybrid_admission", "hybrid_min_branch_tokens", "hybrid_history_mb", "hybrid_answers_mb"),
     *("hybrid_tuner_workers", "hybrid_tuner_window", "hybrid_record", "hybrid_pin_share"),
-    *("hybrid_offload_watermark", "hybrid_ui", "hybrid_full_hit"),
+    *("hybrid_offload_watermark", "hybrid_ui", "hybrid_full_hit", "hybrid_device_codec"),
 )
 """Our settings that nothing but our cache reads."""
 
@@ -84,6 +84,7 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
             "--enable-hierarchical-cache and a --hybrid-eviction of its own, which marks what "
             "comes from copies that are not exact; leave the flag out."
         )
+    _check_device_codec(flags, options, ours=ours)
     storage = getattr(flags, "hicache_storage_backend", None)
     if options.smaller_copies and storage not in (None, "file"):
         raise StartupError(
@@ -91,6 +92,28 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
             "leave out one of them."
         )
     return arguments
+
+
+def _check_device_codec(flags: argparse.Namespace, options: HybridConfig, *, ours: bool) -> None:
+    """Raise `StartupError` where entries are to be coded on the device and cannot be."""
+    if not options.codes_entries or not ours:
+        return
+    asked = f"--hybrid-device-codec {options.hybrid_device_codec.value}"
+    if options.policy is Eviction.SGLANG_LRU:
+        raise StartupError(
+            f"{asked} needs a --hybrid-eviction of its own: under sglang-lru SGLang decides."
+        )
+    for name, why in NOT_CODED.items():
+        if getattr(flags, name, None):
+            raise StartupError(f"{asked} cannot be combined with {flag_name(name)}: {why}.")
+
+
+NOT_CODED = {
+    "enable_hierarchical_cache": "what the device gives up is copied to the host there",
+    "speculative_algorithm": "the KV of drafts would be lost where that of the model is coded",
+    "enable_unified_memory": "rows of SGLang's unified pool are found under other names",
+}
+"""Flags that entries cannot be coded beside, and why."""
 
 
 def check_disk(flags: argparse.Namespace, options: HybridConfig) -> None:

@@ -23,6 +23,7 @@ from sglang_hybrid.serving.flag_values import (
     TRAINED,
     Admission,
     ClientLines,
+    DeviceCodec,
     Eviction,
     FullHit,
     Memory,
@@ -72,6 +73,7 @@ class HybridConfig:
     hybrid_warm_start: int = 0
     hybrid_tier_codec: str = "exact"
     hybrid_tier_error: float = 0.0
+    hybrid_device_codec: DeviceCodec = DeviceCodec.OFF
     hybrid_tenants: str = ""
     hybrid_hosts: str = ""
     hybrid_ui: Ui = Ui.OFF
@@ -103,6 +105,11 @@ class HybridConfig:
             return f"--hybrid-tier-codec auto:{self.hybrid_tier_error:g}"
         smaller = self.hybrid_tier_codec != TIER_CODECS[0]
         return f"--hybrid-tier-codec {self.hybrid_tier_codec}" if smaller else ""
+
+    @property
+    def codes_entries(self) -> bool:
+        """Whether entries are kept coded on the device instead of being evicted."""
+        return self.hybrid_device_codec is not DeviceCodec.OFF
 
     @property
     def is_judicious(self) -> bool:

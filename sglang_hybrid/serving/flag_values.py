@@ -94,6 +94,16 @@ class Ui(Enum):
     TEXT = "text"
 
 
+class DeviceCodec(Enum):
+    """How entries that would be evicted are kept on the device instead; the names but for `off` are
+    those of `sglang_hybrid.storage.codecs.codecs.Codec`.
+    """
+
+    OFF = "off"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
 class FullHit(Enum):
     """Whether a prompt that is asked for the third time is answered without a forward."""
 

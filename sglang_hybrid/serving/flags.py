@@ -187,6 +187,12 @@ FLAGS = (
         metavar="CODEC",
         read=codec,
     ),
+    Flag(
+        "hybrid_device_codec",
+        "how KV and states that would be evicted are kept on the device instead: not at all (off), "
+        "or in a half or a quarter of their bytes, as bfloat16 (bf16) or as int8 with a scale for "
+        "each row (int8); a hit decodes them, and says that it is not exact",
+    ),
     # Whose a request is.
     Flag(
         "hybrid_tenants",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
@@ -11,6 +13,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Admission, Eviction
+from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs.codecs import Codec
+from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 
 POLICIES = ("reuse", "marconi", "sglang-lru", "seglen", "gdsf")
 
@@ -27,3 +32,13 @@ def options(policy: str, admission: str = "judicious", **more: Any) -> HybridCon
 def match_prefix(cache: Any, tokens: list[int]) -> MatchResult:
     """A look-up that no request makes."""
     return cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+
+
+@contextmanager
+def coding(codec: Codec) -> Iterator[None]:
+    """Caches that are built meanwhile keep entries coded by `codec` on the device."""
+    coded_rows.use(CodecPlan(), codec)
+    try:
+        yield
+    finally:
+        coded_rows.use(CodecPlan())

@@ -76,7 +76,8 @@ class Sizes:
     there, by default what it takes: two values of bfloat16 of the window and four of the state.
     unified: these are the bytes of SGLang's unified pool, whose states take what `UNIFIED` says.
     window: tokens that a second attention reads, beside states and with pages of one token; 0 if
-    there is none. kv_of_windows: tokens of its pool.
+    there is none. kv_of_windows: tokens of its pool. row: numbers of a key and of a state's row,
+    but for the unified pool's.
     """
 
     kv: int = 4_096
@@ -91,6 +92,7 @@ class Sizes:
     context: int = 1_024
     window: int = 0
     kv_of_windows: int = 0
+    row: int = 2
 
     @property
     def budget(self) -> int:
@@ -99,10 +101,10 @@ class Sizes:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token: keys and values, two bfloat16 each; eight in SGLang's unified pool, whose
-        rows are whole 16 bytes.
+        """Of one token: keys and values, a row of bfloat16 each; eight in SGLang's unified pool,
+        whose rows are whole 16 bytes.
         """
-        return 2 * 2 * (8 if self.unified else 2)
+        return 2 * 2 * (8 if self.unified else self.row)
 
 
 KV_BYTES = Sizes().token_bytes
@@ -138,15 +140,15 @@ def build_cache(
     kv: Any
     pools = sizes
     if sizes.one_memory and not sizes.unified:  # either kind may have all bytes
-        tokens = sizes.budget // KV_BYTES // sizes.page * sizes.page
+        tokens = sizes.budget // sizes.token_bytes // sizes.page * sizes.page
         sizes = replace(sizes, kv=tokens, states=sizes.budget // sizes.state_bytes)
-    shape: dict[str, Any] = {"dtype": torch.bfloat16, "head_num": 1, "head_dim": 2}
+    shape: dict[str, Any] = {"dtype": torch.bfloat16, "head_num": 1, "head_dim": sizes.row}
     allocator: Any = None
     if sizes.unified:
         pool, allocator = unified_pool(sizes, device)
         kv = allocator.get_kvcache()
     elif sizes.states:
-        state = state_of(width=4, head=2, size=2)
+        state = state_of(width=4, head=2, size=sizes.row)
         pool = HybridReqToTokenPool(
             size=sizes.rows,
             mamba_size=sizes.states,
@@ -250,7 +252,7 @@ def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:
         MemoryKind.KV,
         granules=kv.size // sizes.page,
         per_granule=1,
-        id_bytes=sizes.page * KV_BYTES,
+        id_bytes=sizes.page * sizes.token_bytes,
     )
     slots = GranulePool(
         account,

@@ -4,6 +4,7 @@ models: a set of prefixes for what is stored, `tests/core/plain.py` for every vi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.victims.eviction import Gdsf
 from sglang_hybrid.core.victims.pool import Pool
-from tests.cache.backends import match_prefix, options
+from sglang_hybrid.storage.codecs.codecs import Codec
+from tests.cache.backends import coding, match_prefix, options
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.core.plain import plain_victim
 from tests.examples import DEEP, examples
@@ -42,6 +44,10 @@ CONFIGS = {
         one_memory=True,
         state_bytes=96,
     ),
+}
+CODED = {
+    f"coded, {name}": replace(CONFIGS[name], row=16)
+    for name in ("no_buffer", "extra_buffer, pages of 4", "one memory")
 }
 POLICIES = ("reuse", "marconi", "seglen", "gdsf", "lru", "sglang-lru")
 
@@ -260,7 +266,7 @@ class Run:
         return None if self.stored is None else self.stored.lookup(tokens)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", [*CONFIGS, *CODED])
 def test_nothing_is_lost_freed_twice_or_chosen_wrongly(config: str) -> None:
     @settings(examples(20), derandomize=DEEP == 1, suppress_health_check=list(HealthCheck))
     @given(
@@ -270,9 +276,14 @@ def test_nothing_is_lost_freed_twice_or_chosen_wrongly(config: str) -> None:
         operations=st.lists(operation, min_size=30, max_size=80),
     )
     def property(policy: str, admission: str, chunk: int, operations: list[Any]) -> None:
-        sizes = CONFIGS[config]
-        assume(not (sizes.one_memory and policy == "sglang-lru"))  # SGLang's order knows two pools
-        run = Run(sizes, policy, admission, chunk, full_hits=sizes.page == 1 and sizes.states > 0)
+        sizes, codec = (CONFIGS | CODED)[config], Codec.INT8 if config in CODED else Codec.EXACT
+        ours_only = (
+            sizes.one_memory or config in CODED
+        )  # SGLang's order knows two pools as they are
+        assume(not (ours_only and policy == "sglang-lru"))
+        full_hits = sizes.page == 1 and sizes.states > 0
+        with coding(codec):
+            run = Run(sizes, policy, admission, chunk, full_hits=full_hits)
         for step in operations:
             run.do(*step)
             run.server.check()

@@ -21,8 +21,10 @@ from sglang_hybrid.core.records.nodes import Clock, Kind, Node
 from sglang_hybrid.core.records.pins import Pins
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import HistoryMatch
+from sglang_hybrid.core.victims.coding import Codable
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.core.victims.pool import Pool, Scarce
+from sglang_hybrid.serving.stored_keys import is_exact_part
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
@@ -72,6 +74,7 @@ class ShadowTree:
             self._kv_policy.forget(record)
             self._state_policy.forget(record)
         self.tree = NodeTree(self.clock, self._pins)
+        self.tree.codes = bool(self.cost.coded)
         self._fill_pools()
         self._records = {}
 
@@ -109,6 +112,7 @@ class ShadowTree:
     def on_add(self, node: UnifiedTreeNode) -> None:
         parent = self._records[node.parent.id]
         record = self.tree.add(parent, node.id, len(node.key))
+        record.stays_exact = is_exact_part(node.key.extra_key)
         self._adopt(node, record)
 
     def on_split(self, head: UnifiedTreeNode, tail: UnifiedTreeNode) -> None:
@@ -214,6 +218,10 @@ class ShadowTree:
         self.asked = self.state_pool
         return _payload(self.state_pool.victim(last_resort=True))
 
+    def codable(self, node: UnifiedTreeNode) -> Codable | None:
+        """What of `node`, the last victim, is to be coded; None if it is to be evicted."""
+        return None if self.asked is None else self.asked.codable(self._records[node.id])
+
     # What to admit.
 
     def match_history(
@@ -248,8 +256,10 @@ class ShadowTree:
             if node is not root:
                 problems += self._differences(node, record, depth, anchor_depth)
                 kv_held, state_held = self._device_holds(record)
-                tokens += record.tokens * kv_held
-                held_states += state_held
+                kv = node.component_data[ComponentType.FULL].value
+                state = node.component_data[ComponentType.MAMBA].value
+                tokens += len(kv) if record.coded_kv else record.tokens * kv_held
+                held_states += len(state) if record.coded_state else state_held
                 anchor_depth = depth if record.has_state else anchor_depth
             children = {child.id: self._records.get(child.id) for child in node.children.values()}
             if record.children != children:

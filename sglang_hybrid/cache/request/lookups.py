@@ -12,7 +12,7 @@ from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import fields_of
 from sglang_hybrid.serving.telemetry.stats import CacheStats, Missed, RequestReport
 from sglang_hybrid.serving.tenants import tenant_of
-from sglang_hybrid.storage.codecs.coded_rows import chosen
+from sglang_hybrid.storage.codecs.coded_rows import keeps_exact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -210,7 +210,7 @@ class LookUps:
             return
         report.started = True
         self._explain_miss(req, report)
-        if not chosen().exact:
+        if not keeps_exact():
             core = self._cache.tree_core
             report.exact = core.is_exact(core.node_by_id(req.last_node))
         self._count(report)

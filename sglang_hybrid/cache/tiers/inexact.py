@@ -1,9 +1,11 @@
-"""What in the tree comes from smaller copies (`--hybrid-tier-codec`), and what must not.
+"""What in the tree comes from smaller copies (`--hybrid-tier-codec`, `--hybrid-device-codec`), and
+what must not.
 
-A node is marked when a copy that is not exact is loaded into it. A hit is exact if no node on its
-path is marked: what was computed behind a marked node read the node's KV or state, so it is as
-inexact, and needs no mark of its own. A mark stays for as long as the node does, so some hits are
-called inexact that are not: those on states that were there before the node was loaded again.
+A node is marked when a copy that is not exact is loaded or decoded into it. A hit is exact if no
+node on its path is marked: what was computed behind a marked node read the node's KV or state, so
+it is as inexact, and needs no mark of its own. A mark stays for as long as the node does, so some
+hits are called inexact that are not: those on states that were there before the node was loaded
+again.
 """
 
 from __future__ import annotations

@@ -35,11 +35,37 @@ class CountedFull(FullComponent):
             if not self._has_state(node):
                 self._parts.stats.evicted[Evicted.KV.value] += 1
             self.kv_dropped(node)
+            if self._parts.coded is not None:
+                self._parts.coded.on_kv_eviction(node)
         freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
         return freed
 
     def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
         return value_len(node, self.component_type)
+
+    def update_component_on_insert_overlap(
+        self, node: UnifiedTreeNode, *args: Any, value_slice: Any, **named: Any
+    ) -> int:
+        """Where KV is coded, what a request has computed anew takes its place."""
+        coded = self._parts.coded
+        if coded is not None and coded.adopt(node, value_slice):
+            return 0
+        return int(
+            super().update_component_on_insert_overlap(
+                node, *args, value_slice=value_slice, **named
+            )
+        )
+
+    def redistribute_on_node_split(
+        self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode
+    ) -> None:
+        coded, data = self._parts.coded, child.component_data[self.component_type]
+        if coded is None or not coded.has_kv(child):
+            super().redistribute_on_node_split(new_parent, child)
+            return
+        data.value = None
+        super().redistribute_on_node_split(new_parent, child)
+        coded.split(new_parent, child)
 
     def kv_dropped(self, node: UnifiedTreeNode) -> None:
         """The leaf `node` loses its KV."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
+    from sglang_hybrid.cache.coded.entries import CodedEntries
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
     from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
     from sglang_hybrid.core.records.nodes import Kind
@@ -24,11 +25,21 @@ if TYPE_CHECKING:
 
 
 class _HostByValue(TreeComponent):
-    """The host forgets what is worth least, too."""
+    """What is evicted may be coded instead, and the host forgets what is worth least, too."""
 
     def __init__(self, cache: Any, params: CacheInitParams) -> None:
         super().__init__(cache, params)
         self._shadow_tree: ShadowTree = cache.parts.shadow_tree
+        self._coded: CodedEntries | None = cache.parts.coded
+
+    def _code(self, node: UnifiedTreeNode, tracker: Any, device_frees: Any) -> bool:
+        """Code what can be coded of a victim; whether there was anything."""
+        if self._coded is None:
+            return False
+        what = self._shadow_tree.codable(node)
+        if what is not None:
+            self._coded.code(node, what, tracker, device_frees)
+        return what is not None
 
     def drive_host_eviction(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         if self._shadow_tree.follows_copies:
@@ -68,6 +79,8 @@ class ShadowedMamba(_HostByValue, RobustMamba):
 
     def _tell_lock(self, node: UnifiedTreeNode) -> None:
         self._shadow_tree.on_state_lock(node, node.component_data[self.component_type].lock_ref > 0)
+        if self._coded is not None:
+            self._coded.on_state_lock(node)
 
     def _evict_device_start(self, request_cnt: int) -> None:
         self._wanted = request_cnt
@@ -87,6 +100,8 @@ class ShadowedMamba(_HostByValue, RobustMamba):
             return None
         node = self._shadow_tree.state_victim()
         if node is None or node is self._last:  # SGLang could not evict it
+            return None
+        if self._code(node, tracker, device_frees):
             return None
         self._last = node
         if node in self.tree_core.evictable_device_leaves:
@@ -153,12 +168,14 @@ class ShadowedFull(_HostByValue, CountedFull):
         self._last: UnifiedTreeNode | None = None
 
     def _evict_device_next_node(
-        self, tracker: dict[ComponentType, int], *args: Any, **kwargs: Any
+        self, tracker: dict[ComponentType, int], device_frees: Any, *args: Any, **kwargs: Any
     ) -> int | None:
         if tracker[self.component_type] >= self._wanted:
             return None
         node = self._shadow_tree.kv_victim()
         if node is None or node is self._last:  # SGLang could not evict it
+            return None
+        if self._code(node, tracker, device_frees):
             return None
         self._last = node
         return int(node.id)

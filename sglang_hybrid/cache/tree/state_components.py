@@ -90,7 +90,11 @@ class RobustMamba(MambaComponent):
         state = self.tree_core.get_component_device_value(
             result.best_match_node, self.component_type
         )
-        if state is not None and not req.kv.holds_mamba and not self._room_for_a_copy(result):
+        coded = self._parts.coded
+        best = self.tree_core.node_by_id(result.best_match_node)
+        if (coded is not None and not coded.decode(best)) or (
+            state is not None and not req.kv.holds_mamba and not self._room_for_a_copy(result)
+        ):
             miss = self.tree_core.empty_match_result
             kv_len = result.full_kv_hit_length
             result = NoSlotForHit._make(miss._replace(full_kv_hit_length=kv_len))
@@ -194,6 +198,8 @@ class RobustMamba(MambaComponent):
         self, node: UnifiedTreeNode, is_new_leaf: bool, *args: Any, **kwargs: Any
     ) -> None:
         had_state = not is_new_leaf and node.component_data[self.component_type].value is not None
+        if self._parts.coded is not None and had_state:
+            self._parts.coded.give_way(node)
         super().commit_insert_component_data(node, is_new_leaf, *args, **kwargs)
         if had_state:
             self._parts.stats.skipped[Skip.DUPLICATE.value] += 1
@@ -211,6 +217,8 @@ class RobustMamba(MambaComponent):
         **kwargs: Any,
     ) -> tuple[int, int]:
         had_state = node.component_data[self.component_type].value is not None
+        if self._parts.coded is not None and EvictLayer.DEVICE in target:
+            self._parts.coded.on_state_eviction(node)
         freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
         if had_state and EvictLayer.DEVICE in target:
             whole = node in self.tree_core.evictable_device_leaves

@@ -29,6 +29,7 @@ TOTALS = {
     "requests": "Requests whose prefill began.",
     "prompt_tokens": "Prompt tokens of those requests.",
     "hit_tokens": "Prompt tokens that were not prefilled.",
+    "inexact_hit_tokens": "Of these, tokens from smaller copies or behind such: not exact.",
     "kv_only_tokens": "Prompt tokens whose KV was stored but lay behind the deepest state.",
     "flops_saved": "FLOPs that hits made unnecessary.",
     "saved_seconds": "Seconds of prefill that hits made unnecessary, at the measured rate.",

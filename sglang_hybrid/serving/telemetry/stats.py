@@ -161,6 +161,7 @@ class CacheStats:
     requests: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    inexact_hit_tokens: int = 0  # from smaller copies, or behind them
     kv_only_tokens: int = 0
     flops_saved: int = 0
     saved_seconds: float = 0.0  # of prefills, at the rate measured by then
@@ -183,6 +184,7 @@ class CacheStats:
         self.requests += 1
         self.prompt_tokens += report.prompt_tokens
         self.hit_tokens += report.hit_tokens
+        self.inexact_hit_tokens += report.hit_tokens * (report.exact is False)
         self.kv_only_tokens += report.kv_only_tokens
         self.flops_saved += flops_saved
 
@@ -192,6 +194,7 @@ class CacheStats:
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
             "hit_tokens": self.hit_tokens,
+            "inexact_hit_tokens": self.inexact_hit_tokens,
             "kv_only_tokens": self.kv_only_tokens,
             "hit_rate": self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
             "flops_saved": float(

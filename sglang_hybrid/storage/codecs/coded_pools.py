@@ -30,13 +30,14 @@ class CodecRefused(ValueError):
     """A pool that cannot have smaller copies; the sentence says which, and what to do."""
 
 
-def kv_tensors(buffer_info: Any) -> list[list[Tensor]]:
+def kv_tensors(buffer_info: Any, asked: str = "") -> list[list[Tensor]]:
     """What holds a token's KV in each attention layer: tensors [slots, ..., width], whose last axis
     is a row. They are keys and values of all heads; for latent attention (MLA) the latent, and the
     part of the key beside it, which are views of one tensor.
 
-    buffer_info: SGLang's `MHABufferInfo` or `MLABufferInfo` of the device's pool. Raises
-    `CodecRefused` for KV that is packed, has scales beside it, or is in another order than slots.
+    buffer_info: SGLang's `MHABufferInfo` or `MLABufferInfo` of the device's pool. asked: the flag
+    that they are coded for, by default that of tiers. Raises `CodecRefused` for KV that is packed,
+    has scales beside it, or is in another order than slots.
     """
     buffers = buffer_info.buffers
     if isinstance(buffers, device_pool_info.KVBuffers):
@@ -48,8 +49,8 @@ def kv_tensors(buffer_info: Any) -> list[list[Tensor]]:
         layers = [list(rows.split(widths, -1)) for rows in buffers] if plain else []
     if not plain or buffer_info.scales is not None:
         raise CodecRefused(
-            f"--hybrid-tier-codec {chosen()} knows no KV of this model and --kv-cache-dtype: it is "
-            "packed, or not kept token by token; leave the flag out."
+            f"{asked or f'--hybrid-tier-codec {chosen()}'} knows no KV of this model and "
+            "--kv-cache-dtype: it is packed, or not kept token by token; leave the flag out."
         )
     return [[tensor for tensor in tensors if tensor.numel()] for tensors in layers]
 

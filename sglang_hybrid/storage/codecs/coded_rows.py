@@ -112,14 +112,27 @@ class CodedRows:
 
 
 _chosen = CodecPlan()
+_on_device = Codec.EXACT
 
 
-def use(plan: CodecPlan) -> None:
-    """Choose the codecs of the host pools that this process builds from now on."""
-    global _chosen
-    _chosen = plan
+def use(plan: CodecPlan, on_device: Codec = Codec.EXACT) -> None:
+    """Choose the codecs of the host pools that this process builds from now on, and that of entries
+    which the device keeps coded.
+    """
+    global _chosen, _on_device
+    _chosen, _on_device = plan, on_device
 
 
 def chosen() -> CodecPlan:
     """The codecs of host pools; exact until `use` says otherwise."""
     return _chosen
+
+
+def on_device() -> Codec:
+    """The codec of entries that the device keeps coded; exact where it keeps none."""
+    return _on_device
+
+
+def keeps_exact() -> bool:
+    """Whether all that this process keeps, anywhere, is what was computed."""
+    return _chosen.exact and _on_device is Codec.EXACT

@@ -21,11 +21,12 @@ from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimul
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
 from sglang_hybrid.extensions.lab.systems import Setting, Spec
+from sglang_hybrid.storage.codecs.codecs import Codec
 
 pytest.importorskip("sglang")
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.memory.account import MemoryKind
-from tests.cache.backends import options
+from tests.cache.backends import coding, options
 from tests.cache.driver import KV_BYTES, UNIFIED, Server, Sizes, build_cache
 from tests.traces import REPLY_OPENER, TRACES, leave_out_thoughts
 
@@ -138,9 +139,11 @@ def served(
     *,
     one_memory: bool = False,
     unified: bool = False,
+    coded: bool = False,
 ) -> tuple[Played, Split, CostModel]:
     """What the server's cache did, on which pools, or in one memory of as many bytes, and its
-    measured costs. unified: the memory is SGLang's, where all sizes are four times as large.
+    measured costs. unified: the memory is SGLang's, where all sizes are four times as large. coded:
+    entries are coded before they are evicted, and rows are long enough for that.
     """
     requests = trace(name, limit)
     longest = max(len(request.tokens) for request in requests) + 64
@@ -150,8 +153,11 @@ def served(
         sizes = replace(sizes, one_memory=True, state_bytes=STATE_BYTES)
     if unified:
         sizes = replace(sizes, **UNIFIED)
+    if coded:
+        sizes = replace(sizes, row=16)
     boundaries = MessageBoundaries(reply_opener=REPLY_OPENER)
-    built = build_cache(sizes, POLICIES[policy], message_boundaries=boundaries)
+    with coding(Codec.INT8 if coded else Codec.EXACT):
+        built = build_cache(sizes, POLICIES[policy], message_boundaries=boundaries)
     server = Server(built, sizes, SERVING.chunk)
     hits = server.play(requests)
     server.check()
@@ -211,6 +217,23 @@ def test_the_simulator_is_the_server_in_one_memory(name: str, policy: str) -> No
     one = compare_in_one_memory(name, 300, POOLS[name][0], policy)
     two, _, _ = served(name, 300, POOLS[name][0], policy)
     assert one != two
+
+
+@pytest.mark.parametrize("one_memory", [False, True])
+@pytest.mark.parametrize("policy", some(["reuse"], OURS))
+@pytest.mark.parametrize("name", TRACES_OF_BOTH)
+def test_coded_entries_are_the_servers(name: str, policy: str, one_memory: bool) -> None:
+    """Token by token, and more hits than without them."""
+    theirs, pools, cost = served(
+        name, 300, POOLS[name][0], policy, one_memory=one_memory, coded=True
+    )
+    assert cost.coded == (-(-cost.kv_bytes_per_token // 2), -(-cost.state_bytes // 2))
+    budget = pools.kv_tokens * cost.kv_bytes_per_token + pools.slots * cost.state_bytes
+    memory = budget if one_memory else pools
+    ours = simulated(trace(name, 300), memory, cost, policy)
+    assert ours == theirs
+    exact = simulated(trace(name, 300), memory, replace(cost, coded=()), policy)
+    assert sum(ours.hits) > sum(exact.hits)
 
 
 @pytest.mark.parametrize("policy", some(["reuse"], OURS))

@@ -1,0 +1,195 @@
+"""What is coded is read again as it was, within int8's error, by whoever resumes from it, and the
+accounts hold: real pools, random conversations, and a value for each prefix in place of a model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_hybrid.serving.stored_keys import exact_key
+from sglang_hybrid.storage.codecs.codecs import Codec
+from tests.cache.backends import coding, options
+from tests.cache.driver import FULL, MAMBA, Server, Sizes
+from tests.examples import seeds
+
+CONFIGS = {
+    "two pools": Sizes(states=9, kv=400, rows=6, context=512, row=32),
+    "pages of 4": Sizes(
+        states=16, kv=320, page=4, extra_buffer=True, grid=4, rows=6, context=512, row=32
+    ),
+    "one memory": Sizes(
+        states=9, kv=400, rows=6, context=512, row=32, one_memory=True, state_bytes=1_280
+    ),
+}
+
+
+class Valued(Server):
+    """Each token's KV and each state of a sequence's end hold numbers of the prefix that they
+    stand for.
+    """
+
+    def values(self, prefix: Sequence[int]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash(tuple(prefix)) % 2**31)
+        return torch.randn(self.sizes.row, generator=generator)
+
+    @property
+    def keys(self) -> Any:
+        return self.allocator.get_kvcache().full_kv_pool.k_buffer[0]
+
+    @property
+    def temporal(self) -> Any:
+        return self.pool.mamba_pool.mamba_cache.temporal[0]
+
+    def write(self, req: Req, start: int, end: int) -> None:
+        """What a forward of these tokens computes."""
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        for at in range(start, end):
+            slot = int(self.pool.req_to_token[req.kv.req_pool_idx, at])
+            self.keys[slot] = self.values(tokens[: at + 1]).to(self.keys.dtype)
+        for known, plan in self.cache.plans.planner.in_flight():
+            if known is req:
+                for pending in plan.pending_checkpoints:
+                    self.write_state(int(pending.slot), tokens[: pending.position])
+        self.write_state(int(req.kv.mamba_pool_idx), tokens[:end])
+
+    def write_state(self, slot: int, prefix: Sequence[int]) -> None:
+        self.temporal[slot] = self.values(prefix).to(self.temporal.dtype)
+
+    def begin_forward(self, req: Req) -> None:
+        super().begin_forward(req)
+        self.check_prefix(req)
+        self.write(req, req.prefix_len, req.extend_end)
+
+    def decode(self, req: Req, answer: Sequence[int]) -> None:
+        planner = self.cache.plans.planner
+        take = planner.take_in_answer
+
+        def take_in_answer(req: Req, length: int) -> Any:
+            taken = take(req, length)
+            if taken is not None:
+                tokens = [*req.origin_input_ids, *req.output_ids]
+                self.write_state(int(taken.slot), tokens[:length])
+            return taken
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(planner, "take_in_answer", take_in_answer)
+            super().decode(req, answer)
+        length = len(req.origin_input_ids)
+        self.write(req, length, length + len(req.output_ids) - 1)
+
+    def check_prefix(self, req: Req) -> None:
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        for at in range(req.prefix_len):
+            slot = int(self.pool.req_to_token[req.kv.req_pool_idx, at])
+            self.compare(self.keys[slot], tokens[: at + 1])
+
+    def check_state(self, req: Req) -> None:
+        """The state that a request which was just looked up resumes from."""
+        if req.prefix_len:
+            node = self.cache.tree_core.node_by_id(req.last_node)
+            slot = int(node.component_data[MAMBA].value)
+            for row in self.temporal[slot].reshape(-1, self.sizes.row):
+                self.compare(row, list(req.origin_input_ids)[: req.prefix_len])
+
+    def compare(self, found: torch.Tensor, prefix: Sequence[int]) -> None:
+        wanted = self.values(prefix)
+        bound = float(wanted.abs().max()) / 254 + 0.02
+        assert (found.float() - wanted).abs().max() <= bound, len(prefix)
+
+
+def conversation(rng: random.Random, server: Valued) -> tuple[int, int]:
+    """A few chats by turns, some of which fork. Returns tokens that were hit, and how many of them
+    were not exact.
+    """
+    chats = [[rng.randrange(50) for _ in range(20)] for _ in range(8)]
+    hit = inexact = 0
+    for _ in range(40):
+        chat = rng.choice(chats)
+        if rng.random() < 0.2:
+            del chat[rng.randrange(10, len(chat)) :]
+        chat += [rng.randrange(50) for _ in range(rng.randrange(2, 12))]
+        if len(chat) > 150:
+            del chat[20:]
+        req = server.arrive(chat)
+        if not server.admit(req):
+            continue
+        server.check_state(req)
+        hit += req.prefix_len
+        core = server.cache.tree_core
+        if not core.is_exact(core.node_by_id(req.last_node)):
+            inexact += req.prefix_len
+        answer = [rng.randrange(50) for _ in range(rng.randrange(2, 10))]
+        server.complete(req, answer)
+        chat += answer
+        server.check()
+    return hit, inexact
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("seed", seeds(2))
+def test_what_is_hit_is_what_was_stored(config: str, seed: int) -> None:
+    with coding(Codec.INT8):
+        server = Valued.on(CONFIGS[config], options("reuse"), 16)
+    hit, inexact = conversation(random.Random(seed), server)
+    assert hit > 0
+    assert inexact > 0
+    assert server.cache.parts.coded.as_dict()["now"]["kv"] > 0
+
+
+def test_a_wrong_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the test above."""
+    decode = Codec.decode
+    monkeypatch.setattr(Codec, "decode", lambda *given: 1.1 * decode(*given))
+    with coding(Codec.INT8):
+        server = Valued.on(CONFIGS["two pools"], options("reuse"), 16)
+    with pytest.raises(AssertionError):
+        conversation(random.Random(0), server)
+
+
+def test_what_a_request_computes_anew_is_exact_again() -> None:
+    """KV that is stored without a state behind it, and coded, gives way to what the next prompt
+    computes of it.
+    """
+    with coding(Codec.INT8):
+        server = Valued.on(CONFIGS["two pools"], options("reuse"), 16)
+    server.serve(range(40), [1, 2, 3])
+    cache = server.cache
+    record = next(iter(cache.shadow_tree.tree.walk()))
+    while not cache.parts.coded.coded["kv"]:
+        cache.evict(EvictParams(num_tokens=1, mamba_num=1))
+    node = record.payload
+    while record.children:
+        record = next(iter(record.children.values()))
+        node = record.payload
+    assert record.coded_kv
+    slots = len(node.component_data[FULL].value)
+    assert slots == -(-len(node.key) // 2)
+    path = [*range(40), 1, 2]
+    held = server.arrive([*path, 7])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cache.parts.coded, "decode", lambda _: False)  # as if there were no room
+        assert server.admit(held)
+    assert held.prefix_len == 0
+    server.complete(held, [9])
+    assert not record.coded_kv
+    assert cache.tree_core.is_exact(node)
+    assert len(node.component_data[FULL].value) == len(node.key)
+    server.check()
+
+
+def test_prompts_that_ask_for_exactness_are_never_coded() -> None:
+    with coding(Codec.INT8):
+        server = Valued.on(CONFIGS["two pools"], options("reuse"), 16)
+    chats = [[number] * 60 for number in range(5)]
+    for _ in range(3):
+        for chat in chats:
+            server.serve(chat, [1, 2], extra_key=exact_key("tenant"))
+            server.check()
+    assert not server.cache.parts.coded.coded
