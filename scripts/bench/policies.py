@@ -20,12 +20,18 @@ from scripts.bench.traces import (
 )
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
+from sglang_hybrid.extensions.lab.simulation.device_codec import NUMBER_BYTES
+from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import CopyCodec
 from sglang_hybrid.extensions.lab.systems import Spec
 from tests.rehearsal.models import MODELS
 
 AGENTS_MODEL = "Qwen3.5-35B"
+HALVED = "Nemotron-H-8B"
+CODED_MODELS = (HALVED, "Qwen3.5-35B", "Kimi-Linear-48B")
+CODECS = tuple(codec.value for codec in NUMBER_BYTES)
 TITLES = {"paper": "paper", "served": "two pools", "one": "one memory"}
 CLAIRVOYANT = Spec("clairvoyant")
+UNBOUNDED = Spec("unbounded")
 
 
 def lru(rules: str) -> Spec:
@@ -35,22 +41,31 @@ def lru(rules: str) -> Spec:
 
 @dataclass
 class Bench:
-    """Hit rates in percent, each measured once. flops: of the FLOPs of prompts, not of tokens."""
+    """Hit rates in percent, each measured once. flops: of the FLOPs of prompts, not of tokens.
+    codec: of what `run` keeps coded where that is asked for.
+    """
 
     runner: Runner
     rows: list[Row]
     cost: CostModel = COST
     flops: bool = False
+    codec: CopyCodec = CopyCodec.EXACT
     _known: dict[tuple[object, ...], Result] = field(default_factory=dict)
 
     def hit_rate(self, spec: Spec, row: Row, rules: str) -> float:
-        key = (spec, row, rules)
+        found = self.run(spec, row, rules)
+        return 100 * (found.flops_saved if self.flops else found.hit_rate)
+
+    def run(self, spec: Spec, row: Row, rules: str, *, coded: bool = False) -> Result:
+        """What `spec` finds of a row; coded: with entries kept coded before they are evicted."""
+        key = (spec, row, rules, coded)
         if key not in self._known:
             trace, size = row
-            job = Job(spec, trace, self.cost, int(size * 1e9), serving=RULES[rules])
+            codec = self.codec if coded else CopyCodec.EXACT
+            serving, budget = RULES[rules], int(size * 1e9)
+            job = Job(spec, trace, self.cost, budget, serving=serving, device_codec=codec)
             self._known[key] = self.runner.run(job)
-        found = self._known[key]
-        return 100 * (found.flops_saved if self.flops else found.hit_rate)
+        return self._known[key]
 
     def limits(self, row: Row, rules: str) -> tuple[float, float]:
         """LRU's hit rate, SGLang's own where two pools are served, and the clairvoyant one."""
@@ -113,21 +128,85 @@ def conclude(bench: Bench, spec: Spec, rules: str) -> None:
         print(f"It closes {mean:.1f} % of the distance that there is with two pools.")
 
 
+def show_coded(bench: Bench, spec: Spec) -> tuple[int, int]:
+    """Print a row per trace and size: `spec` exact, coded, and what knows the future. Returns in
+    how many rows coded entries find more in one memory than that, and of how many: those where
+    `spec` finds 90 percent of what there is, or less.
+    """
+    codec = bench.codec.value
+    one = (str(spec), codec, "not exact", str(CLAIRVOYANT))
+    two = (str(spec), codec)
+    heads = [
+        f"{TITLES[name]}: {head}" for name, of in (("one", one), ("served", two)) for head in of
+    ]
+    table = Table("trace", "GB", *heads, "unbounded")
+    columns: list[list[float]] = []
+    beaten = counted = 0
+    for row in bench.rows:
+        unbounded = bench.hit_rate(UNBOUNDED, row, "one")
+        rates = [bench.hit_rate(spec, row, "one")]
+        coded = bench.run(spec, row, "one", coded=True)
+        known = bench.hit_rate(CLAIRVOYANT, row, "one")
+        rates += [100 * coded.hit_rate, 100 * (1 - coded.exact_tokens / max(1, coded.hit_tokens))]
+        rates += [known, bench.hit_rate(spec, row, "served")]
+        rates += [100 * bench.run(spec, row, "served", coded=True).hit_rate]
+        table.row(row[0], f"{row[1]:g}", *(f"{rate:.1f}" for rate in (*rates, unbounded)))
+        columns.append(rates)
+        if rates[0] <= 0.9 * unbounded:
+            counted += 1
+            beaten += rates[1] > known
+    means = [sum(column) / len(columns) for column in zip(*columns, strict=True)]
+    table.row("**mean**", "", *(f"**{mean:.1f}**" for mean in means), "")
+    print()
+    return beaten, counted
+
+
+def coded_models() -> dict[str, CostModel]:
+    """The sizes to replay entries that are kept coded with."""
+    found = {"the paper's 7B": COST}
+    for name in CODED_MODELS:
+        config = MODELS[name]
+        found[name] = CostModel.from_config(config.get("text_config", config))
+    halved = CostModel.from_config(MODELS[HALVED] | {"torch_dtype": "bfloat16"})
+    if halved.state_value_bytes == 4:
+        halved = replace(halved, state_bytes=halved.state_bytes // 2, state_value_bytes=2)
+    return found | {f"{HALVED}, states in bfloat16": halved}
+
+
 def policies(
     policy: Annotated[str, "as NAME or NAME:OPTION=VALUE, by comma"] = "reuse",
     rules: Annotated[tuple[str, ...], one_of(RULES)] = tuple(RULES),
     traces: Folder = TRACES,
     generated: Seeds = None,
     agents: Annotated[bool, "agents' conversations at full length, Qwen3.5-35B's sizes"] = False,
+    device_codec: Annotated[
+        str, "exact beside coded entries, by several models' sizes", one_of(CODECS)
+    ] = "",
 ) -> None:
     """How much of the distance from LRU to a clairvoyant eviction a policy closes.
 
     A row per trace and size of the cache, request after request, starting cold, by the paper's
     rules, as served with two pools, and as served with one memory for KV and states. Token hit
     rates in percent. Rows whose distance is below a point do not count in the mean. With agents
-    also in FLOPs: the last tokens of a long prompt cost a multiple of its first ones.
+    also in FLOPs: the last tokens of a long prompt cost a multiple of its first ones. With a device
+    codec, what the first policy finds as it is, and where entries are coded before they are
+    evicted, on the traces and on generated traffic.
     """
     specs = [Spec.parse(text) for text in policy.split(",")]
+    if device_codec:
+        runner, rows = read_or_generate(traces, None)
+        more, generated_rows = read_or_generate(traces, generated or 1)
+        runner, rows = Runner({**runner.traces, **more.traces}), rows + generated_rows
+        beaten = counted = 0
+        for name, cost in coded_models().items():
+            print(f"Sizes of {name}:\n")
+            found = show_coded(Bench(runner, rows, cost, codec=CopyCodec(device_codec)), specs[0])
+            beaten, counted = beaten + found[0], counted + found[1]
+        print(
+            f"Where {specs[0]} finds 90 % of what there is or less, coded entries in one memory "
+            f"find more than an exact cache that knows the future in {beaten} of {counted} rows."
+        )
+        return
     if not agents:
         show(Bench(*read_or_generate(traces, generated)), specs, rules)
         return
