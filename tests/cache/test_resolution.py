@@ -63,6 +63,40 @@ def test_one_memory_is_refused_where_states_would_go_to_a_copy(
 
 
 @pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, None),
+        ({"uses_mamba_radix_cache": False}, "a model without recurrent states"),
+        ({"windows": True}, "a model with sliding windows"),
+        ({"enable_unified_memory": True}, "one memory on a GPU; use --hybrid-memory split"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"),
+        ({"radix_cache_backend": None, "enable_unified_memory": True}, None),
+    ],
+)
+def test_where_entries_cannot_be_coded_on_the_device(
+    given: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = {
+        "radix_cache_backend": "hybrid",
+        "uses_mamba_radix_cache": True,
+        "enable_unified_memory": False,
+        "disaggregation_mode": "null",
+    }
+    view: Any = SimpleNamespace(**defaults | given)
+    monkeypatch.setattr(resolution, "resolving_view", lambda given: given)
+    monkeypatch.setattr(
+        resolution, "_has_windows_beside_states", lambda args: "windows" in vars(args)
+    )
+    resolution.check_device_codec(view)  # nothing is coded by default
+    monkeypatch.setenv("SGLANG_HYBRID_DEVICE_CODEC", "int8")
+    if said is None:
+        resolution.check_device_codec(view)
+        return
+    with pytest.raises(ValueError, match=f"device-codec int8 cannot be combined with {said}"):
+        resolution.check_device_codec(view)
+
+
+@pytest.mark.parametrize(
     ("architecture", "flags", "said"),
     [
         ("Mamba2ForCausalLM", CHAINS, "leave out --speculative-algorithm"),

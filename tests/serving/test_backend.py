@@ -12,7 +12,7 @@ import pytest
 from sglang_hybrid.serving import backend
 from sglang_hybrid.serving.backend import REFUSED, check_disk, choose_backend, choose_schedule
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.flag_values import Eviction, Memory, Schedule
+from sglang_hybrid.serving.flag_values import DeviceCodec, Eviction, Memory, Schedule
 from sglang_hybrid.serving.startup import StartupError
 
 OURS = ["--radix-cache-backend", "hybrid"]
@@ -239,3 +239,32 @@ def test_two_schedules_contradict_each_other(tmp_path: Path) -> None:
     given = flags(model(tmp_path, HYBRID), schedule_policy="lof")
     with pytest.raises(StartupError, match=r"^--hybrid-schedule window and --schedule-policy lof"):
         choose_schedule(given, HybridConfig(hybrid_schedule=Schedule.WINDOW))
+
+
+@pytest.mark.parametrize(
+    ("given", "policy", "said"),
+    [
+        ({"enable_hierarchical_cache": True}, "auto", "--enable-hierarchical-cache: what the devi"),
+        ({"speculative_algorithm": "NGRAM"}, "auto", "--speculative-algorithm: the KV of drafts"),
+        ({"enable_unified_memory": True}, "auto", "--enable-unified-memory: rows of SGLang's"),
+        ({}, "sglang-lru", "needs a --hybrid-eviction of its own"),
+    ],
+)
+def test_what_entries_cannot_be_coded_beside(
+    given: dict[str, Any], policy: str, said: str, tmp_path: Path
+) -> None:
+    config = model(tmp_path, HYBRID)
+    coded = HybridConfig(hybrid_eviction=Eviction(policy), hybrid_device_codec=DeviceCodec.INT8)
+    with pytest.raises(StartupError, match=f"--hybrid-device-codec int8 .*{said}"):
+        choose_backend(flags(config, **given), coded)
+    if given:
+        choose_backend(flags(config, **given), asked(policy))
+
+
+def test_entries_can_be_coded_where_our_cache_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coded = HybridConfig(hybrid_device_codec=DeviceCodec.INT8)
+    assert choose_backend(flags(model(tmp_path, HYBRID)), coded) == OURS
+    assert choose_backend(flags(model(tmp_path, ATTENTION)), coded) == []
+    assert "--hybrid-device-codec int8 does nothing without" in capsys.readouterr().out

@@ -116,6 +116,20 @@ def test_the_servers_own_rules(capsys: pytest.CaptureFixture[str]) -> None:
     assert "as served" in capsys.readouterr().out
 
 
+def test_entries_that_are_kept_coded(capsys: pytest.CaptureFixture[str]) -> None:
+    """Our policies once more, with more hits of which some are not exact."""
+    served = ("--rules", "served", "--pools", "one", "--cache", "500MB", "--instant")
+    options = (*CHAT, *served, "--policy", "sglang,reuse", "--device-codec", "int8")
+    found = {result["policy"]: result for result in summary(*options, capsys=capsys)}
+    assert list(found) == ["sglang", "reuse", "reuse, int8"]
+    exact, coded = found["reuse"], found["reuse, int8"]
+    assert exact["exact_hit_tokens"] == exact["hit_tokens"]
+    assert int(str(coded["exact_hit_tokens"])) < int(str(coded["hit_tokens"]))
+    assert int(str(coded["hit_tokens"])) > int(str(exact["hit_tokens"]))
+    assert main([*CHAT, "--cache", "500MB", "--device-codec", "int8"]) == 2
+    assert "--device-codec is for --rules served only" in capsys.readouterr().err
+
+
 def test_workers_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     traces = {"chat": generate("chat", traffic("chat", sessions=6), 0)}
     specs = [Spec("lru"), Spec("reuse"), Spec("clairvoyant"), Spec("sglang"), Spec("vllm+")]
