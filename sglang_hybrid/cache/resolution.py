@@ -153,6 +153,10 @@ def check_device_codec(server_args: ServerArgs) -> None:
         why = "one memory on a GPU; use --hybrid-memory split"
     elif view.disaggregation_mode not in (None, "null"):
         why = f"--disaggregation-mode {view.disaggregation_mode}"
+    elif view.pp_size > 1:  # stages without attention would code other entries than those with it
+        why = f"--pp-size {view.pp_size}"
+    elif view.dcp_size > 1:
+        why = f"--dcp-size {view.dcp_size}: a rank has a part of each token's KV"
     if why:
         raise ValueError(f"--hybrid-device-codec {codec.value} cannot be combined with {why}.")
 

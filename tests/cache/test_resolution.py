@@ -70,6 +70,8 @@ def test_one_memory_is_refused_where_states_would_go_to_a_copy(
         ({"windows": True}, "a model with sliding windows"),
         ({"enable_unified_memory": True}, "one memory on a GPU; use --hybrid-memory split"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"),
+        ({"pp_size": 2}, "--pp-size 2"),
+        ({"dcp_size": 2}, "--dcp-size 2"),
         ({"radix_cache_backend": None, "enable_unified_memory": True}, None),
     ],
 )
@@ -81,6 +83,8 @@ def test_where_entries_cannot_be_coded_on_the_device(
         "uses_mamba_radix_cache": True,
         "enable_unified_memory": False,
         "disaggregation_mode": "null",
+        "pp_size": 1,
+        "dcp_size": 1,
     }
     view: Any = SimpleNamespace(**defaults | given)
     monkeypatch.setattr(resolution, "resolving_view", lambda given: given)
