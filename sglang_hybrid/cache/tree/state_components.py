@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 
 from sglang_hybrid.cache.request.lookups import NoSlotForHit
+from sglang_hybrid.cache.state_slots.slots import send_back
 from sglang_hybrid.cache.tree.kv_components import value_len
 from sglang_hybrid.core.checkpoints.admission import Skip
 from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
@@ -90,15 +91,21 @@ class RobustMamba(MambaComponent):
         state = self.tree_core.get_component_device_value(
             result.best_match_node, self.component_type
         )
-        coded = self._parts.coded
-        best = self.tree_core.node_by_id(result.best_match_node)
-        if (coded is not None and not coded.decode(best)) or (
+        decoded = self._decode(result.best_match_node)
+        if not decoded:  # what an earlier look-up was to copy belongs to a hit, not to a miss
+            send_back(req, self.cache.req_to_token_pool)
+        if not decoded or (
             state is not None and not req.kv.holds_mamba and not self._room_for_a_copy(result)
         ):
             miss = self.tree_core.empty_match_result
             kv_len = result.full_kv_hit_length
             result = NoSlotForHit._make(miss._replace(full_kv_hit_length=kv_len))
         return super().finalize_match_result_in_cache(params, result)
+
+    def _decode(self, node_id: int) -> bool:
+        """Whether nothing that a request reads which resumes from this node is coded any more."""
+        coded = self._parts.coded
+        return coded is None or coded.decode(self.tree_core.node_by_id(node_id))
 
     def prepare_for_caching_req(
         self, req: Req, insert_params: Any, token_ids_len: int, is_finished: bool

@@ -184,6 +184,24 @@ def test_what_a_request_computes_anew_is_exact_again() -> None:
     server.check()
 
 
+def test_a_miss_copies_no_state() -> None:
+    """A request found a state to copy, and then has no room to decode what it needs: it begins
+    anew, without that state and without the slot for it.
+    """
+    with coding(Codec.INT8):
+        server = Valued.on(CONFIGS["two pools"], options("reuse"), 16)
+    server.serve(range(40), [1, 2, 3])
+    req = server.arrive([*range(40), 1, 2, 7])
+    assert server.look_up(req) > 0
+    assert req.kv.mamba_cow_src_index is not None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server.cache.parts.coded, "decode", lambda _: False)
+        assert server.look_up(req) == 0
+    assert req.kv.mamba_cow_src_index is None
+    assert not req.kv.holds_mamba
+    server.check()
+
+
 def test_prompts_that_ask_for_exactness_are_never_coded() -> None:
     with coding(Codec.INT8):
         server = Valued.on(CONFIGS["two pools"], options("reuse"), 16)
