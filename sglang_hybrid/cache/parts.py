@@ -167,8 +167,8 @@ def build_parts(
         tier_stats,
         speeds,
         FullHits(cache, _most_full_hits(params) if full_hits and shadow_tree is not None else 0),
+        coded,
     )
-    parts.coded = coded
     if shadow_tree is not None:
         parts.step_clock.join(shadow_tree.is_pin_over, shadow_tree.on_time)
     if tiers and shadow_tree is not None and shadow_tree.history is not None:

@@ -29,7 +29,7 @@ from sglang_hybrid.serving import warm_up
 from sglang_hybrid.serving.backend import why_not_unified
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.devices import serves_on_cpu
-from sglang_hybrid.serving.flag_values import DeviceCodec, Memory
+from sglang_hybrid.serving.flag_values import Memory
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -141,8 +141,8 @@ def check_unified_memory(server_args: ServerArgs) -> None:
 
 def check_device_codec(server_args: ServerArgs) -> None:
     """Raises ValueError where entries are to be coded on the device and cannot be."""
-    view, codec = resolving_view(server_args), HybridConfig.from_environment().hybrid_device_codec
-    if codec is DeviceCodec.OFF or view.radix_cache_backend != BACKEND:
+    view, options = resolving_view(server_args), HybridConfig.from_environment()
+    if not options.codes_entries or view.radix_cache_backend != BACKEND:
         return
     why = ""
     if not view.uses_mamba_radix_cache:
@@ -158,7 +158,8 @@ def check_device_codec(server_args: ServerArgs) -> None:
     elif view.dcp_size > 1:
         why = f"--dcp-size {view.dcp_size}: a rank has a part of each token's KV"
     if why:
-        raise ValueError(f"--hybrid-device-codec {codec.value} cannot be combined with {why}.")
+        codec = options.hybrid_device_codec.value
+        raise ValueError(f"--hybrid-device-codec {codec} cannot be combined with {why}.")
 
 
 def reject_unsupported_speculation(server_args: ServerArgs) -> None:

@@ -283,11 +283,11 @@ class CodedEntries:
     def on_state_eviction(self, node: UnifiedTreeNode) -> None:
         """The state of `node` is about to be freed: its value becomes what that frees."""
         if node.id in self._groups:
-            self._set(node, STATE, self._leave(node))
+            self._leave(node)
 
     def _leave(self, node: UnifiedTreeNode) -> Tensor:
-        """The coded state of `node` goes. Returns the slot that this leaves empty, or nothing. The
-        value of `node` counts for that in SGLang's account.
+        """The coded state of `node` goes. Returns the slot that this leaves empty, or nothing,
+        which is the value of `node` from now on.
         """
         group, _ = self._groups.of(node.id)
         moved, empty = self._groups.leave(node.id)
@@ -302,9 +302,9 @@ class CodedEntries:
                 )
             self._share_out(moved.source)
         self._share_out(group)
-        nothing = group.slot[:0]
-        self._set(node, STATE, nothing if empty is None else empty.slot)
-        return nothing if empty is None else empty.slot
+        freed = group.slot[:0] if empty is None else empty.slot
+        self._set(node, STATE, freed)
+        return freed
 
     def _share_out(self, group: Group[Tensor, int]) -> None:
         """One state of a group has its slot for a value, the others have nothing: one that is

@@ -112,7 +112,7 @@ class ShadowTree:
     def on_add(self, node: UnifiedTreeNode) -> None:
         parent = self._records[node.parent.id]
         record = self.tree.add(parent, node.id, len(node.key))
-        record.stays_exact = is_exact_part(node.key.extra_key)
+        record.stays_exact = self.tree.codes and is_exact_part(node.key.extra_key)
         self._adopt(node, record)
 
     def on_split(self, head: UnifiedTreeNode, tail: UnifiedTreeNode) -> None:

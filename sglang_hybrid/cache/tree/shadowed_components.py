@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.serving.telemetry.stats import Evicted
 
 
-class _HostByValue(TreeComponent):
+class _ByValue(TreeComponent):
     """What is evicted may be coded instead, and the host forgets what is worth least, too."""
 
     def __init__(self, cache: Any, params: CacheInitParams) -> None:
@@ -51,7 +51,7 @@ class _HostByValue(TreeComponent):
             super().drive_host_eviction(num_tokens, *args, **kwargs)
 
 
-class ShadowedMamba(_HostByValue, RobustMamba):
+class ShadowedMamba(_ByValue, RobustMamba):
     """States that are evicted by what they save."""
 
     def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
@@ -125,7 +125,7 @@ class ShadowedMamba(_HostByValue, RobustMamba):
         self._wanted, self._last = 0, None
 
 
-class ShadowedFull(_HostByValue, CountedFull):
+class ShadowedFull(_ByValue, CountedFull):
     """KV whose leaves are evicted by what they save."""
 
     def kv_dropped(self, node: UnifiedTreeNode) -> None:

@@ -34,9 +34,9 @@ class NodeTree:
     dirty at the listeners. Anchors are right too, unless a state was added or removed above more
     than SETTLED_AT_ONCE nodes: then the next calls of `settle` do the rest.
 
-    codes: whether entries may be coded (core/victims/coding.py).
-    pins: those of its nodes; by default nothing can be pinned. inner_changes: how often a node
-    with children got or lost its state, so that requests below may resume elsewhere.
+    codes: whether entries may be coded (core/victims/coding.py). pins: those of its nodes; by
+    default nothing can be pinned. inner_changes: how often a node with children got or lost its
+    state, so that requests below may resume elsewhere.
     """
 
     def __init__(self, clock: Clock | None = None, pins: Pins | None = None) -> None:
@@ -183,7 +183,7 @@ class NodeTree:
     def code_state(self, node: Node, coded: bool) -> None:
         """The state of `node` is coded from now on, or it is not any more."""
         if node.coded_state != coded:
-            node.coded_state = True  # for the moment: what is above and below is coded together
+            node.coded_state = True  # with a state that is exact, no KV below would be marked
             self._mark_lowest_dirty(node)
             node.coded_state = coded
             self.mark_dirty(node)

@@ -70,8 +70,8 @@ class Node:
     copies: where its KV and its state have copies (places.Copies), None without tiers. changes: how
     often a child was added to it, its state came or went while it had none, or it was removed.
     coded_kv, coded_state: they are kept as smaller numbers, to be decoded before they are used
-    (core/victims/coding.py). inexact: they are, or were until they were decoded. stays_exact:
-    neither is ever coded. exact_children: children whose KV is not coded.
+    (core/victims/coding.py). inexact: in a replay, what was decoded of either is there.
+    stays_exact: neither is ever coded. exact_children: children whose KV is not coded.
     """
 
     __slots__ = (
