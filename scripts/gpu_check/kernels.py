@@ -29,6 +29,9 @@ from scripts.gpu_check.layers import LAYERS, Shape, spread, state_launches  # no
 from sglang_hybrid.checkpoints.compile_kernels import warm_up  # noqa: E402
 from sglang_hybrid.kernels import checkpoint_states as cs  # noqa: E402
 from sglang_hybrid.kernels import host_rows, naive  # noqa: E402
+from sglang_hybrid.kernels.divided_rows import DividedRows  # noqa: E402
+from sglang_hybrid.storage.codecs.codecs import Codec  # noqa: E402
+from sglang_hybrid.storage.codecs.in_place import InPlace  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 LENGTHS = [300, 1, 70]
@@ -189,6 +192,25 @@ def check_host_rows(span: slice, *, row_bytes: int = 8_240, rows: int = 40) -> f
     return 0.0 if same else float("inf")
 
 
+def check_divided_rows(dtype: torch.dtype) -> float:
+    """What ``divided_rows`` codes into parts of slots and decodes; infinite if plain torch finds
+    anything else.
+    """
+    pool = torch.randn(3, 12, 4, 16, 128).to(dtype)
+    plain, on_device = pool.clone(), pool.to(DEVICE)
+    definition, other = InPlace([plain], [], Codec.INT8), InPlace([on_device], [], Codec.INT8)
+    coded = DividedRows([on_device], other._coded[0].beside, other.parts)
+    slots, at = torch.tensor([3, 1, 2, 4, 5]), torch.arange(5)
+    places, parts = slots[at // definition.parts], at % definition.parts
+    into = torch.tensor([6, 7, 8, 10, 11])
+    definition.encode(slots, places, parts)
+    coded.encode(*(index.to(DEVICE) for index in (slots, places, parts)))
+    definition.decode(places, parts, into)
+    coded.decode(*(index.to(DEVICE) for index in (places, parts, into)))
+    same = torch.equal(on_device.cpu().view(torch.uint8), plain.view(torch.uint8))
+    return 0.0 if same else float("inf")
+
+
 def compilations(run: Callable[[], object]) -> int:
     """How many kernels Triton compiles, or loads compiled, while ``run`` runs."""
     found: list[str] = []
@@ -252,6 +274,9 @@ def main() -> None:
         report(f"windows, {name}", check_windows(dtype), 0.0)
     for span in (slice(16, 8_216), slice(3, 10)):
         report(f"host rows, {span.stop - span.start} bytes", check_host_rows(span), 0.0)
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        report(f"slots coded in place, {name}", check_divided_rows(dtype), 0.0)
     if GPU and not small:
         for layer in LAYERS:
             check_compilations(layer)

@@ -36,6 +36,8 @@ from scripts.gpu_check.layers import (  # noqa: E402
     state_launches,
 )
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks  # noqa: E402
+from sglang_hybrid.storage.codecs.codecs import Codec  # noqa: E402
+from sglang_hybrid.storage.codecs.in_place import InPlace  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 STATES = 2
@@ -192,9 +194,30 @@ def main() -> None:
         from sglang_hybrid.hooks import patching
 
         patching.install()
+    measure_coding("1,024 tokens of KV", (20, 2_048, 2, 256), torch.bfloat16, 1_024)
+    measure_coding("a state", (24, 8, 128, 64, 128), torch.float32, 1)
     for layer in LAYERS if GPU else SMALL:
         for tokens in (2048, 8192, 32_768) if GPU else (130,):
             measure(layer, tokens, with_sglang=with_sglang)
+
+
+def measure_coding(what: str, shape: tuple[int, ...], dtype: torch.dtype, slots: int) -> None:
+    """Report what coding so many slots of a pool [layers, slots, ...] in place takes, and decoding
+    them.
+    """
+    if not GPU:
+        shape, slots = (2, 12, *(min(size, 16) for size in shape[2:])), min(slots, 4)
+    pool = torch.randn(shape, device=DEVICE).to(dtype)
+    coded = InPlace([pool], [], Codec.INT8)
+    at = torch.arange(slots, device=DEVICE)
+    places, parts = at // coded.parts, at % coded.parts
+    moved = pool[:, :slots].nbytes * (1 + 1 / coded.parts)
+    for name, run in {
+        "code": partial(coded.encode, at, places, parts),
+        "decode": partial(coded.decode, places, parts, at + slots),
+    }.items():
+        took = milliseconds(run)
+        tell(f"{name} {what}", f"{took:.3f} ms, {moved / took / 1e6:,.0f} GB/s")
 
 
 def measure(layer: Shape, tokens: int, *, with_sglang: bool) -> None:

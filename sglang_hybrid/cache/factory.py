@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_hybrid.cache.learnt_split import split_path
 from sglang_hybrid.cache.page_hashes import compile_hashes
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
-from sglang_hybrid.cache.tiers.codec_choice import choose_codecs
+from sglang_hybrid.cache.tiers.codec_choice import choose_codecs, choose_device_codecs
 from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.scans import why_split
@@ -33,7 +33,6 @@ from sglang_hybrid.serving.device_streams import host_is_device
 from sglang_hybrid.serving.flag_values import FullHit
 from sglang_hybrid.serving.ranks import of_all_stages
 from sglang_hybrid.storage.codecs import coded_rows
-from sglang_hybrid.storage.codecs.codecs import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +44,7 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang_hybrid.cache.sizes import cost_of_model
 
     options = HybridConfig.from_environment()
-    on_device = Codec(options.hybrid_device_codec.value) if options.codes_entries else Codec.EXACT
-    coded_rows.use(choose_codecs(options, context), on_device)
+    coded_rows.use(choose_codecs(options, context), choose_device_codecs(options, context))
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args) or ""

@@ -38,7 +38,6 @@ from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.serving.flag_values import Eviction
 from sglang_hybrid.serving.telemetry.stats import CacheStats
 from sglang_hybrid.serving.telemetry.tiers import TierStats
-from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import on_device
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def build_parts(
     account = None if memory is None else memory.account
     measured, stats = measured_cost(cost, params), CacheStats()
     coded = None
-    if on_device() is not Codec.EXACT and not params.disable:
+    if not on_device().exact and not params.disable:
         from sglang_hybrid.cache.coded.entries import CodedEntries
 
         coded = CodedEntries(cache, params, on_device())

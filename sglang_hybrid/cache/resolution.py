@@ -142,7 +142,7 @@ def check_unified_memory(server_args: ServerArgs) -> None:
 def check_device_codec(server_args: ServerArgs) -> None:
     """Raises ValueError where entries are to be coded on the device and cannot be."""
     view, options = resolving_view(server_args), HybridConfig.from_environment()
-    if not options.codes_entries or view.radix_cache_backend != BACKEND:
+    if not options.hybrid_device_codec.may_change or view.radix_cache_backend != BACKEND:
         return
     why = ""
     if not view.uses_mamba_radix_cache:
@@ -158,7 +158,7 @@ def check_device_codec(server_args: ServerArgs) -> None:
     elif view.dcp_size > 1:
         why = f"--dcp-size {view.dcp_size}: a rank has a part of each token's KV"
     if why:
-        codec = options.hybrid_device_codec.value
+        codec = options.hybrid_device_codec
         raise ValueError(f"--hybrid-device-codec {codec} cannot be combined with {why}.")
 
 

@@ -96,9 +96,9 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
 
 def _check_device_codec(flags: argparse.Namespace, options: HybridConfig, *, ours: bool) -> None:
     """Raise `StartupError` where entries are to be coded on the device and cannot be."""
-    if not options.codes_entries or not ours:
+    if not options.hybrid_device_codec.may_change or not ours:
         return
-    asked = f"--hybrid-device-codec {options.hybrid_device_codec.value}"
+    asked = f"--hybrid-device-codec {options.hybrid_device_codec}"
     if options.policy is Eviction.SGLANG_LRU:
         raise StartupError(
             f"{asked} needs a --hybrid-eviction of its own: under sglang-lru SGLang decides."

@@ -18,12 +18,13 @@ from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.records.pin import DEFAULT_SHARE
 from sglang_hybrid.serving.flag_values import (
     DEFAULT_ALPHA,
+    EXACT_COPIES,
+    NO_CODED_ENTRIES,
     ORDER_OPTIONS,
-    TIER_CODECS,
     TRAINED,
     Admission,
     ClientLines,
-    DeviceCodec,
+    CodecChoice,
     Eviction,
     FullHit,
     Memory,
@@ -71,9 +72,8 @@ class HybridConfig:
     hybrid_disk_folder: str = ""
     hybrid_disk_mb: int = 0
     hybrid_warm_start: int = 0
-    hybrid_tier_codec: str = "exact"
-    hybrid_tier_error: float = 0.0
-    hybrid_device_codec: DeviceCodec = DeviceCodec.OFF
+    hybrid_tier_codec: CodecChoice = EXACT_COPIES
+    hybrid_device_codec: CodecChoice = NO_CODED_ENTRIES
     hybrid_tenants: str = ""
     hybrid_hosts: str = ""
     hybrid_ui: Ui = Ui.OFF
@@ -101,15 +101,8 @@ class HybridConfig:
     @property
     def smaller_copies(self) -> str:
         """The flag that asks for copies that may not be exact, with its value; "" without one."""
-        if self.hybrid_tier_error:
-            return f"--hybrid-tier-codec auto:{self.hybrid_tier_error:g}"
-        smaller = self.hybrid_tier_codec != TIER_CODECS[0]
-        return f"--hybrid-tier-codec {self.hybrid_tier_codec}" if smaller else ""
-
-    @property
-    def codes_entries(self) -> bool:
-        """Whether entries are kept coded on the device instead of being evicted."""
-        return self.hybrid_device_codec is not DeviceCodec.OFF
+        chosen = self.hybrid_tier_codec
+        return f"--hybrid-tier-codec {chosen}" if chosen.may_change else ""
 
     @property
     def is_judicious(self) -> bool:
@@ -196,8 +189,6 @@ class HybridConfig:
             texts[field.name] = value.value if isinstance(value, Enum) else str(value)
         if self.hybrid_alpha is not None:
             texts["hybrid_eviction"] = f"{Eviction.MARCONI.value}:{self.hybrid_alpha}"
-        if self.hybrid_tier_error:
-            texts["hybrid_tier_codec"] = f"auto:{self.hybrid_tier_error}"
         if self.hybrid_schedule.is_ours:
             options = [f"{key}={texts[field]}" for key, (field, _) in ORDER_OPTIONS.items()]
             texts["hybrid_schedule"] += ":" + ",".join(options)

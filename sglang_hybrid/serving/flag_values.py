@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from sglang_hybrid.core.programs import MOST_SECONDS, number, read_by, whole
 from sglang_hybrid.core.sentences import meant
 from sglang_hybrid.core.tiers.rates import parse_links
 
-TIER_CODECS = ("exact", "bf16", "int8")
+SMALLER_CODECS: Final = ("bf16", "int8")
 """Names of `sglang_hybrid.storage.codecs.codecs.Codec`, which needs torch."""
 
 SHARED = "mooncake://"
@@ -94,14 +95,29 @@ class Ui(Enum):
     TEXT = "text"
 
 
-class DeviceCodec(Enum):
-    """How entries that would be evicted are kept on the device instead; the names but for `off` are
-    those of `sglang_hybrid.storage.codecs.codecs.Codec`.
+@dataclass(frozen=True)
+class CodecChoice:
+    """How copies of KV and states are stored.
+
+    codec: one of `SMALLER_CODECS`, or how a flag says that there is none. error: largest difference
+    of a log probability that copies may make, if the codec is chosen by that; 0 if it is not.
     """
 
-    OFF = "off"
-    BF16 = "bf16"
-    INT8 = "int8"
+    codec: str
+    error: float = 0.0
+
+    @property
+    def may_change(self) -> bool:
+        """Whether copies may be something else than what was computed."""
+        return self.error > 0 or self.codec in SMALLER_CODECS
+
+    def __str__(self) -> str:
+        """As the value of a flag."""
+        return f"auto:{self.error:g}" if self.error else self.codec
+
+
+EXACT_COPIES: Final = CodecChoice("exact")
+NO_CODED_ENTRIES: Final = CodecChoice("off")
 
 
 class FullHit(Enum):
@@ -169,15 +185,18 @@ def order(text: str) -> Fields:
     return found
 
 
-def codec(text: str) -> Fields:
-    """A codec of `TIER_CODECS`, or `auto:LOGPROB`: by each layer's measured error."""
-    if text.startswith("auto:"):
-        bound = nonnegative(text.removeprefix("auto:"))
-        return {"hybrid_tier_codec": TIER_CODECS[0], "hybrid_tier_error": bound}
-    if text not in TIER_CODECS:
-        known = ", ".join(TIER_CODECS)
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {known}, auto:LOGPROB")
-    return {"hybrid_tier_codec": text}
+def codec(none: str) -> Callable[[str], CodecChoice]:
+    """Reads a codec, `auto:LOGPROB` (by the error that is measured), or `none`, for none."""
+
+    def read(text: str) -> CodecChoice:
+        if text.startswith("auto:"):
+            return CodecChoice(none, nonnegative(text.removeprefix("auto:")))
+        if text not in (none, *SMALLER_CODECS):
+            known = ", ".join((none, *SMALLER_CODECS))
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {known}, auto:LOGPROB")
+        return CodecChoice(text)
+
+    return read
 
 
 def tenants(text: str) -> str:

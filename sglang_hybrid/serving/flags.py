@@ -185,13 +185,17 @@ FLAGS = (
         "exact say so. auto:LOGPROB measures at the start how far each layer's smaller copies "
         "move log probabilities, and gives each the smallest codec within this bound",
         metavar="CODEC",
-        read=codec,
+        read=codec("exact"),
     ),
     Flag(
         "hybrid_device_codec",
         "how KV and states that would be evicted are kept on the device instead: not at all (off), "
         "or in a half or a quarter of their bytes, as bfloat16 (bf16) or as int8 with a scale for "
-        "each row (int8); a hit decodes them, and says that it is not exact",
+        "each row (int8); a hit decodes them, and says that it is not exact. "
+        "auto:LOGPROB measures at the start how far smaller KV and smaller states move log "
+        "probabilities, and takes the smallest codec within this bound for each of both",
+        metavar="CODEC",
+        read=codec("off"),
     ),
     # Whose a request is.
     Flag(

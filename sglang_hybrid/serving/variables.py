@@ -38,7 +38,7 @@ VARIABLES: dict[str, Callable[[str], Any]] = {
 
 PARTS: frozenset[str] = frozenset(
     (
-        *("hybrid_alpha", "hybrid_tier_error"),
+        "hybrid_alpha",
         *("hybrid_schedule_window", "hybrid_schedule_overtaken", "hybrid_schedule_seconds"),
     )
 )

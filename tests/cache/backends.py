@@ -37,7 +37,7 @@ def match_prefix(cache: Any, tokens: list[int]) -> MatchResult:
 @contextmanager
 def coding(codec: Codec) -> Iterator[None]:
     """Caches that are built meanwhile keep entries coded by `codec` on the device."""
-    coded_rows.use(CodecPlan(), codec)
+    coded_rows.use(CodecPlan(), CodecPlan.uniform(codec))
     try:
         yield
     finally:

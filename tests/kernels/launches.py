@@ -4,8 +4,9 @@ Triton decides on the host which variant of a kernel a launch needs, from its ar
 is asked for here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,13 +27,10 @@ class Launch:
     """One launch: the kernel, its grid, and its arguments as they were given."""
 
     name: str
+    kernel: Any
     grid: tuple[int, ...]
     positional: tuple[Any, ...]
     named: dict[str, Any]
-
-    @property
-    def kernel(self) -> Any:
-        return getattr(kernels, self.name)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -66,20 +64,26 @@ class Launch:
         return triton.compile(source, target=target, options=parsed.__dict__)
 
 
-def noted(run: Callable[[], object]) -> list[Launch]:
-    """The launches that `run` makes on what it takes for a GPU; none of them happens."""
+def noted(
+    run: Callable[[], object], module: ModuleType = kernels, names: Sequence[str] = NAMES
+) -> list[Launch]:
+    """The launches of these kernels of `module` that `run` makes on what it takes for a GPU; none
+    of them happens.
+    """
     found: list[Launch] = []
 
     class Noting:
         def __init__(self, name: str) -> None:
-            self.name = name
+            self.name, self.kernel = name, getattr(module, name)
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *given, **named: found.append(Launch(self.name, grid, given, named))
+            return lambda *given, **named: found.append(
+                Launch(self.name, self.kernel, grid, given, named)
+            )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-        for name in NAMES:
-            patch.setattr(kernels, name, Noting(name))
+        for name in names:
+            patch.setattr(module, name, Noting(name))
         run()
     return found

@@ -44,8 +44,10 @@ def programs() -> list[str]:
 
 
 def test_our_kernels_in_the_interpreter() -> None:
-    """States at any position are the recurrence's, no address is too large, rows of host memory."""
-    parts = ("checkpoint_states", "addresses", "host_rows")
+    """States at any position are the recurrence's, no address is too large, rows of host memory,
+    slots that are coded in place.
+    """
+    parts = ("checkpoint_states", "addresses", "host_rows", "divided_rows")
     run([f"launched_{part}.py" for part in parts], "not slow", 4, 250)
 
 

@@ -12,7 +12,7 @@ import pytest
 from sglang_hybrid.serving import backend
 from sglang_hybrid.serving.backend import REFUSED, check_disk, choose_backend, choose_schedule
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.flag_values import DeviceCodec, Eviction, Memory, Schedule
+from sglang_hybrid.serving.flag_values import CodecChoice, Eviction, Memory, Schedule
 from sglang_hybrid.serving.startup import StartupError
 
 OURS = ["--radix-cache-backend", "hybrid"]
@@ -164,7 +164,7 @@ def test_one_pool_and_two_contradict_each_other(tmp_path: Path) -> None:
 
 
 def test_smaller_copies_need_a_cache_that_marks_them(tmp_path: Path) -> None:
-    smaller = HybridConfig(hybrid_tier_codec="int8")
+    smaller = HybridConfig(hybrid_tier_codec=CodecChoice("int8"))
     with pytest.raises(StartupError, match="--hybrid-tier-codec int8 needs the hybrid cache"):
         choose_backend(flags(model(tmp_path, HYBRID)), smaller)
     with pytest.raises(StartupError, match="needs the hybrid cache"):
@@ -254,7 +254,7 @@ def test_what_entries_cannot_be_coded_beside(
     given: dict[str, Any], policy: str, said: str, tmp_path: Path
 ) -> None:
     config = model(tmp_path, HYBRID)
-    coded = HybridConfig(hybrid_eviction=Eviction(policy), hybrid_device_codec=DeviceCodec.INT8)
+    coded = HybridConfig(hybrid_eviction=Eviction(policy), hybrid_device_codec=CodecChoice("int8"))
     with pytest.raises(StartupError, match=f"--hybrid-device-codec int8 .*{said}"):
         choose_backend(flags(config, **given), coded)
     if given:
@@ -264,7 +264,7 @@ def test_what_entries_cannot_be_coded_beside(
 def test_entries_can_be_coded_where_our_cache_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    coded = HybridConfig(hybrid_device_codec=DeviceCodec.INT8)
+    coded = HybridConfig(hybrid_device_codec=CodecChoice("int8"))
     assert choose_backend(flags(model(tmp_path, HYBRID)), coded) == OURS
     assert choose_backend(flags(model(tmp_path, ATTENTION)), coded) == []
     assert "--hybrid-device-codec int8 does nothing without" in capsys.readouterr().out

@@ -8,7 +8,14 @@ from dataclasses import fields, replace
 import pytest
 
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.flag_values import TIER_CODECS, Admission, Eviction, Schedule, flag_name
+from sglang_hybrid.serving.flag_values import (
+    SMALLER_CODECS,
+    Admission,
+    CodecChoice,
+    Eviction,
+    Schedule,
+    flag_name,
+)
 from sglang_hybrid.serving.variables import PARTS, VARIABLES
 
 
@@ -39,7 +46,7 @@ def test_an_order_has_options() -> None:
 
 def test_a_codec_follows_from_a_bound_on_the_error() -> None:
     config = parse("--hybrid-tier-codec", "auto:0.01")
-    assert (config.hybrid_tier_codec, config.hybrid_tier_error) == ("exact", 0.01)
+    assert config.hybrid_tier_codec == CodecChoice("exact", 0.01)
     assert config.smaller_copies == "--hybrid-tier-codec auto:0.01"
 
 
@@ -136,7 +143,7 @@ def test_a_bad_value_in_the_environment_is_one_sentence(name: str, value: str) -
 def test_codecs_are_those_of_the_tiers() -> None:
     from sglang_hybrid.storage.codecs.codecs import Codec
 
-    assert tuple(codec.value for codec in Codec) == TIER_CODECS
+    assert {codec.value for codec in Codec} == {"exact", *SMALLER_CODECS}
 
 
 def test_a_window_has_room_for_a_request() -> None:

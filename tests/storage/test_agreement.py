@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sglang_hybrid.cache.tiers import codec_choice
+from sglang_hybrid.serving.flag_values import CodecChoice
 from sglang_hybrid.serving.ranks import Ranks
 from sglang_hybrid.storage.codecs import probe
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
@@ -116,7 +117,7 @@ def calibrate(rank: int, folder: str, cases: Sequence[str]) -> None:
 def choice(case: str, rank: int, of_model: Any, of_cpu: Any) -> str:
     """What one rank chooses."""
     model = Model(rank, of_model)
-    options: Any = SimpleNamespace(hybrid_tier_error=BOUND, hybrid_tier_codec="exact")
+    options: Any = SimpleNamespace(hybrid_tier_codec=CodecChoice("exact", BOUND))
     context: Any = SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=model),
         tp_group=SimpleNamespace(cpu_group=of_cpu),
@@ -188,6 +189,6 @@ def test_one_rank_has_nobody_to_agree_with() -> None:
 def test_a_stage_of_a_pipeline_measures_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """It has no log probabilities to compare; it would wait for the other stages."""
     context: Any = SimpleNamespace(params=SimpleNamespace(pp_size=2))
-    options: Any = SimpleNamespace(hybrid_tier_error=BOUND, hybrid_tier_codec="exact")
+    options: Any = SimpleNamespace(hybrid_tier_codec=CodecChoice("exact", BOUND))
     assert codec_choice.choose_codecs(options, context) == CodecPlan()
     assert "name a codec" in caplog.text

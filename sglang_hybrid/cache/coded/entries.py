@@ -21,7 +21,6 @@ from torch import Tensor
 from sglang_hybrid.cache.coded.groups import Group, Groups
 from sglang_hybrid.core.records.coded_edges import CodedEdge, CodedEdges
 from sglang_hybrid.serving.startup import StartupError
-from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_pools import CodecRefused, kv_tensors
 from sglang_hybrid.storage.codecs.in_place import InPlace
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
     from sglang_hybrid.core.victims.coding import Codable
+    from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 
 KV, STATE = ComponentType.FULL, ComponentType.MAMBA
 
@@ -42,21 +42,20 @@ class CodedEntries:
     states that ever were.
     """
 
-    def __init__(self, cache: Any, params: CacheInitParams, codec: Codec) -> None:
+    def __init__(self, cache: Any, params: CacheInitParams, codecs: CodecPlan) -> None:
         self._cache = cache
         self.coded, self.decoded = Counter[str](), Counter[str]()
-        asked = f"--hybrid-device-codec {codec.value}"
+        asked = f"--hybrid-device-codec {codecs}"
         kv_pool = params.token_to_kv_pool_allocator.get_kvcache()
         kv_pool = getattr(kv_pool, "full_kv_pool", kv_pool)
         try:
             layers = kv_tensors(kv_pool.get_device_pool_infos()[0].buffer_info, asked)
         except CodecRefused as refused:
             raise StartupError(str(refused)) from None
-        self._kv = InPlace([tensor[None] for layer in layers for tensor in layer], [], codec)
+        self._kv = InPlace([tensor[None] for layer in layers for tensor in layer], [], codecs.kv[0])
         states = params.req_to_token_pool.mamba_pool.mamba_cache
-        self._states = InPlace(
-            [states.temporal], [conv for conv in states.conv if conv.numel()], codec
-        )
+        windows = [window for window in states.conv if window.numel()]
+        self._states = InPlace([states.temporal], windows, codecs.states[0])
         if self._kv.parts == self._states.parts == 1:
             raise StartupError(
                 f"{asked} makes neither KV nor states of this model smaller; leave it out."

@@ -112,12 +112,12 @@ class CodedRows:
 
 
 _chosen = CodecPlan()
-_on_device = Codec.EXACT
+_on_device = CodecPlan()
 
 
-def use(plan: CodecPlan, on_device: Codec = Codec.EXACT) -> None:
-    """Choose the codecs of the host pools that this process builds from now on, and that of entries
-    which the device keeps coded.
+def use(plan: CodecPlan, on_device: CodecPlan = _on_device) -> None:
+    """Choose the codecs of the host pools that this process builds from now on, and those of
+    entries which the device keeps coded.
     """
     global _chosen, _on_device
     _chosen, _on_device = plan, on_device
@@ -128,11 +128,13 @@ def chosen() -> CodecPlan:
     return _chosen
 
 
-def on_device() -> Codec:
-    """The codec of entries that the device keeps coded; exact where it keeps none."""
+def on_device() -> CodecPlan:
+    """The codecs of entries that the device keeps coded, one for KV and one for states; exact where
+    it keeps none.
+    """
     return _on_device
 
 
 def keeps_exact() -> bool:
     """Whether all that this process keeps, anywhere, is what was computed."""
-    return _chosen.exact and _on_device is Codec.EXACT
+    return _chosen.exact and _on_device.exact

@@ -5,7 +5,8 @@ slot is named by its *place*, a slot of the pool, and a number `part` below `InP
 too small to be divided, windows of convolutions and the scales of rows, lies beside the pool, for
 every place that there can be.
 
-Layers of one shape are coded together, so that a GPU starts few kernels.
+Layers of one shape are coded together, so that a GPU starts few kernels: its own for what is
+divided (`kernels/divided_rows.py`), those of plain torch, which is the definition, elsewhere.
 """
 
 from __future__ import annotations
@@ -77,10 +78,11 @@ def _parts(tensor: Tensor, codec: Codec) -> int:
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors, by their shapes but for the number of layers."""
+    """The tensors, by their shapes and steps but for the number of layers."""
     groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault((tensor.shape[1:], tensor.dtype), []).append(tensor)
+        kind = tensor.shape[1:], tensor.stride()[1:], tensor.dtype
+        groups.setdefault(kind, []).append(tensor)
     return list(groups.values())
 
 
@@ -131,8 +133,17 @@ class _Divided(_Group):
         shape = (sum(self._layers), tensors[0].shape[1], parts, self._rows)
         scale = self._width - self._numbers
         self.beside = tensors[0].new_empty((*shape, scale), dtype=torch.uint8)
+        self._launched = None
+        if self.beside.is_cuda:
+            from sglang_hybrid.kernels.divided_rows import DividedRows
+
+            self._launched = DividedRows(tensors, self.beside, parts)
+            self._launched.warm_up()
 
     def encode(self, slots: Tensor, places: Tensor, parts: Tensor) -> None:
+        if self._launched is not None:
+            self._launched.encode(slots, places, parts)
+            return
         coded = self._codec.encode(self._read(slots))
         coded = coded.view(-1, len(slots), self._rows, self._width)
         numbers = coded[..., : self._numbers].flatten(2).split_with_sizes(self._layers)
@@ -141,6 +152,9 @@ class _Divided(_Group):
         self.beside[:, places, parts] = coded[..., self._numbers :]
 
     def decode(self, places: Tensor, parts: Tensor, slots: Tensor) -> None:
+        if self._launched is not None:
+            self._launched.decode(places, parts, slots)
+            return
         numbers = torch.cat([source[:, places, parts] for source in self._parts])
         numbers = numbers.view(-1, len(slots), self._rows, self._numbers)
         coded = torch.cat([numbers, self.beside[:, places, parts]], -1)
