@@ -202,17 +202,19 @@ class LookUps:
             report.missed = Missed.GRID
 
     def on_start(self, req: Req) -> None:
-        """The first prefill of a request has run: count what it found, once. `on_publish` reports
-        it.
+        """A part of a request's prefill has run: count what it found, once. `on_publish` reports
+        it. It is not exact any more if it was retracted and resumes from what is not.
         """
         report = self._reports.get(req)
-        if report is None or report.started:
+        if report is None:
+            return
+        if report.exact is not False and not keeps_exact() and req.last_node is not None:
+            core = self._cache.tree_core
+            report.exact = core.is_exact(core.node_by_id(req.last_node))
+        if report.started:
             return
         report.started = True
         self._explain_miss(req, report)
-        if not keeps_exact():
-            core = self._cache.tree_core
-            report.exact = core.is_exact(core.node_by_id(req.last_node))
         self._count(report)
         if report.found is not None:
             self._tier_stats.hit_tokens["device"] += report.found.device_tokens

@@ -202,6 +202,27 @@ def test_a_miss_copies_no_state() -> None:
     server.check()
 
 
+def test_what_resumes_from_coded_entries_after_a_retraction_says_so() -> None:
+    """Its first prefill found exact ones."""
+    with coding(Codec.INT8):
+        server = Valued.on(CONFIGS["two pools"], options("reuse"), 16)
+        server.serve(range(40), [1, 2, 3])
+        cache = server.cache
+        prompt = [*range(40), 1, 2, 7]
+        req = server.begin(prompt)
+        server.prefill(req)
+        server.decode(req, [8])
+        assert cache.lookups.report(req).exact
+        server.retract(req)
+        while not cache.parts.coded.coded["states"]:
+            cache.evict(EvictParams(num_tokens=1, mamba_num=1))
+        assert server.admit(req)
+        assert req.prefix_len > 0
+        server.complete(req, [9])
+    assert cache.lookups.report(req).exact is False
+    server.check()
+
+
 def test_prompts_that_ask_for_exactness_are_never_coded() -> None:
     with coding(Codec.INT8):
         server = Valued.on(CONFIGS["two pools"], options("reuse"), 16)
