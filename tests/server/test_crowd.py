@@ -15,7 +15,7 @@ from tests.server.client import Serve, ask, cached, hybrid_cache, logprobs, metr
 from tests.server.crowd import Crowd
 from tests.server.one_memory import all_is_free
 from tests.server.soak import Watched
-from tests.server.test_soak import CHECKED, emptied
+from tests.server.test_soak import CHECKED, CODED, answers_stand, emptied
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -71,6 +71,33 @@ def test_a_crowd(configuration: str, serve: Serve, tmp_path: Path) -> None:
         assert all(is_same(server.url, kept) for kept in asked)
         assert hybrid_cache(server.url)["tiers"]["disk"]["read"] > 0
         assert said(server)
+
+
+CODED_FLAGS = (
+    *FLAGS[: FLAGS.index("--enable-hierarchical-cache")],
+    *("--hybrid-memory", "split", *CODED),
+)
+
+
+def test_a_crowd_on_coded_entries(serve: Serve) -> None:
+    """All that a crowd does, and the end in its middle, where entries are coded on the device."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    environment = WITHOUT_RETRACTIONS
+    with serve(*CODED_FLAGS, module="tests.server.checked", environment=environment) as server:
+        crowd = Crowd(server.url, seed)
+        asyncio.run(crowd.stay(SECONDS))
+        print(crowd.outcomes, len(crowd.kept))
+        everything_happened(crowd)
+        answers_stand(server.url, random.Random(seed).sample(crowd.kept, ASKED_AGAIN))
+        (seen,) = emptied(server)
+        assert [metric(server.url, f"{name}_total") for name in COUNTS] == [
+            seen[name] for name in COUNTS
+        ]
+        assert all_is_free(seen, SLOTS)
+        assert seen["coded"]["decoded"].keys() == {"kv", "states"}
+        assert not any(seen["coded"]["now"].values())
+        ends_in_the_middle(server, seed)
 
 
 def everything_happened(crowd: Crowd) -> None:
