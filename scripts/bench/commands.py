@@ -34,6 +34,7 @@ COMMANDS = {
     "rounds": "rounds",
     "cold": "cold",
     "coded": "coded",
+    "modular": "modular",
     "kernels": "kernels",
     "split": "server",
     "tiers": "tiers",
@@ -43,7 +44,7 @@ COMMANDS = {
     "server": "server",
     "results": "results",
 }
-"""Modules by subcommand: thirteen benchmarks, and the pages that they make."""
+"""Modules by subcommand: fourteen benchmarks, and the pages that they make."""
 
 positive = whole(1)
 """Reads a number of 1 or more, for an option."""

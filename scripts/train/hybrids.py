@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,42 +22,76 @@ STRONGEST = -4.0
 WHOLE = 1 << 30
 """Window of attention that sees every token."""
 
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model: its layers as in `PATTERN`, and numbers as beside `HIDDEN`."""
+
+    pattern: str = PATTERN
+    hidden: int = HIDDEN
+    heads: int = HEADS
+    width: int = WIDTH
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.width
+
+
+TINY = Sizes()
+
 Cache = list[list[Tensor]]
 """What each layer keeps of a prefix: keys and values [b, t, heads, width] of an attention layer, a
 state [b, heads, width, width] of a recurrent one, and then a window [b, channels, taps - 1].
 """
 
 
+class Inputs(NamedTuple):
+    """What `scan` takes beside a state."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+
+
 class Hybrid(nn.Module):
     """A model of tokens below ``words``; attention sees the last ``window`` tokens."""
 
-    def __init__(self, kind: Kind, words: int) -> None:
+    def __init__(self, kind: Kind, words: int, sizes: Sizes = TINY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(words, HIDDEN)
-        layers = [Attention() if letter == "*" else Recurrent(kind) for letter in PATTERN]
+        self.sizes, hidden = sizes, sizes.hidden
+        self.embedding = nn.Embedding(words, hidden)
+        layers = [
+            Attention(sizes) if letter == "*" else Recurrent(kind, sizes)
+            for letter in sizes.pattern
+        ]
         self.layers = nn.ModuleList(layers)
-        self.norms = nn.ModuleList(nn.RMSNorm(HIDDEN) for _ in layers)
-        self.head = nn.Sequential(nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, words, bias=False))
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in layers)
+        self.head = nn.Sequential(nn.RMSNorm(hidden), nn.Linear(hidden, words, bias=False))
 
     def forward(
         self, tokens: Tensor, cache: Cache | None = None, window: int = WHOLE
     ) -> tuple[Tensor, Cache]:
-        """Output [b, l, HIDDEN] of ``tokens`` [b, l] behind a prefix, for ``head``; a new cache."""
+        """Output [b, l, hidden] of ``tokens`` [b, l] behind a prefix, for ``head``; a new cache."""
         x, kept = self.embedding(tokens), []
-        before = cache or [_empty(letter, len(tokens)) for letter in PATTERN]
+        before = cache or self.empty(len(tokens))
         for layer, norm, content in zip(self.layers, self.norms, before, strict=True):
             mixed, content = layer(norm(x), content, window)
             x = x + mixed
             kept.append(content)
         return x, kept
 
-
-def _empty(letter: str, batch: int) -> list[Tensor]:
-    """What a layer keeps of no prefix."""
-    window = torch.zeros(batch, 3 * HEADS * WIDTH, TAPS - 1)
-    if letter == "*":
-        return [*(torch.zeros(batch, 0, HEADS, WIDTH) for _ in "kv"), window]
-    return [torch.zeros(batch, HEADS, WIDTH, WIDTH), window]
+    def empty(self, batch: int) -> Cache:
+        """What the layers keep of no prefix."""
+        heads, width, found = self.sizes.heads, self.sizes.width, Cache()
+        for letter in self.sizes.pattern:
+            window = torch.zeros(batch, 3 * self.sizes.inner, TAPS - 1)
+            if letter == "*":
+                found.append([*(torch.zeros(batch, 0, heads, width) for _ in "kv"), window])
+            else:
+                found.append([torch.zeros(batch, heads, width, width), window])
+        return found
 
 
 class Mixer(nn.Module):
@@ -66,12 +101,12 @@ class Mixer(nn.Module):
     the token before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        inner = HEADS * WIDTH
-        self.project = nn.Linear(HIDDEN, 3 * inner, bias=False)
+        self.sizes, inner = sizes, sizes.inner
+        self.project = nn.Linear(sizes.hidden, 3 * inner, bias=False)
         self.taps = nn.Parameter(torch.randn(3 * inner, TAPS) * 0.1)
-        self.out = nn.Linear(inner, HIDDEN, bias=False)
+        self.out = nn.Linear(inner, sizes.hidden, bias=False)
         with torch.no_grad():
             queries, keys, _ = self.project.weight.chunk(3)
             keys.copy_(queries)
@@ -79,11 +114,12 @@ class Mixer(nn.Module):
                 taps[:, tap] += 1.0
 
     def read(self, h: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k and v [b, l, HEADS, WIDTH], and the window behind them."""
+        """q, k and v [b, l, heads, width], and the window behind them."""
         packed, length = torch.cat([before, self.project(h).mT], -1), h.shape[1]
         taps = (packed[..., i : i + length] * self.taps[:, i, None] for i in range(TAPS))
         mixed = sum(taps, start=h.new_zeros(()))
-        q, k, v = F.silu(mixed).mT.unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
+        shape = (3, self.sizes.heads, self.sizes.width)
+        q, k, v = F.silu(mixed).mT.unflatten(-1, shape).unbind(2)
         return q, k, v, packed[..., length:]
 
 
@@ -109,30 +145,37 @@ class Recurrent(Mixer):
     decay for each channel of the key.
     """
 
-    def __init__(self, kind: Kind) -> None:
-        super().__init__()
-        self.kind = kind
-        inner, decays = HEADS * WIDTH, HEADS * (WIDTH if kind == "kda" else 1)
-        self.gate = nn.Linear(HIDDEN, inner, bias=False)
-        self.write = nn.Linear(HIDDEN, HEADS)
-        self.decay = nn.Linear(HIDDEN, decays)
+    def __init__(self, kind: Kind, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.kind, hidden = kind, sizes.hidden
+        decays = sizes.inner if kind == "kda" else sizes.heads
+        self.gate = nn.Linear(hidden, sizes.inner, bias=False)
+        self.write = nn.Linear(hidden, sizes.heads)
+        self.decay = nn.Linear(hidden, decays)
         nn.init.constant_(self.decay.bias, -4.0)
         self.rate = nn.Parameter(torch.linspace(0.0, math.log(8.0), decays))
-        self.norm = nn.RMSNorm(WIDTH)
+        self.norm = nn.RMSNorm(sizes.width)
 
     def forward(self, h: Tensor, cache: list[Tensor], _: int) -> tuple[Tensor, list[Tensor]]:
-        q, k, v, before = self.read(h, cache[1])
+        inputs, before = self.inputs(h, cache[1])
+        y, state = scan(*inputs, cache[0])
+        return self.output(y, h), [state, before]
+
+    def inputs(self, h: Tensor, before: Tensor) -> tuple[Inputs, Tensor]:
+        """Those of the scan, and the window behind them."""
+        q, k, v, window = self.read(h, before)
         step = F.softplus(self.decay(h))
-        g = (-self.rate.exp() * step).clamp(STRONGEST).unflatten(-1, (HEADS, -1))
-        beta = None
+        g = (-self.rate.exp() * step).clamp(STRONGEST).unflatten(-1, (self.sizes.heads, -1))
         if self.kind == "mamba2":
-            q, v = q * WIDTH**-0.5, v * step[..., None]
-        else:
-            beta = torch.sigmoid(self.write(h))[..., None]
-            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        y, state = scan(q, k, v, g, beta, cache[0])
+            return Inputs(q * self.sizes.width**-0.5, k, v * step[..., None], g, None), window
+        beta = torch.sigmoid(self.write(h))[..., None]
+        return Inputs(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, g, beta), window
+
+    def output(self, y: Tensor, h: Tensor) -> Tensor:
+        """The layer's output from that of the scan."""
         gated = self.norm(y).flatten(2) * F.silu(self.gate(h))
-        return self.out(gated), [state, before]
+        output: Tensor = self.out(gated)
+        return output
 
 
 def scan(

@@ -109,11 +109,11 @@ def train(kind: Kind, steps: int, reaches: Sequence[Reach], seed: int = 0) -> Hy
     Contexts grow from 64 to 512 tokens, and from 8 to 64 pairs, as it learns.
     """
     torch.manual_seed(seed)
-    drawn, model, level = random.Random(seed), Hybrid(kind, WORDS), 0
-    tuned, right = muon_and_adamw(model, RATE), [0.0] * 18
-    for step in range(steps):
-        context = int(64 * 8 ** (level / LEVELS) * drawn.uniform(0.5, 1))
-        count, n = int(8 * 8 ** (level / LEVELS) * drawn.uniform(0.5, 1)), min(SUFFIX, context)
+    drawn, model = random.Random(seed), Hybrid(kind, WORDS)
+
+    def answers(step: int, grown: float) -> tuple[Tensor, Tensor]:
+        context = int(64 * grown * drawn.uniform(0.5, 1))
+        count, n = int(8 * grown * drawn.uniform(0.5, 1)), min(SUFFIX, context)
         batch = max(1, BATCH_TOKENS // (context + n))
         asked = draw(TASKS[step % 3], context, count, batch, drawn, n)
         reach = reaches[-1 if step < steps // 4 else step // 3 % len(reaches)]
@@ -122,14 +122,28 @@ def train(kind: Kind, steps: int, reaches: Sequence[Reach], seed: int = 0) -> Hy
         if not reach.states:
             cache = recode(cache, lambda rows: rows, lost)
         logits = model.head(model(asked.after, cache, reach.window)[0][wanted])
-        F.cross_entropy(logits, asked.target[wanted]).backward()
+        return logits, asked.target[wanted]
+
+    return fit(model, steps, answers)
+
+
+def fit(
+    model: Hybrid, steps: int, answers: Callable[[int, float], tuple[Tensor, Tensor]]
+) -> Hybrid:
+    """Train a model with `answers`, a function of the step's number and of a factor that grows from
+    1 to 8 as the model learns. It returns logits [questions, words] and the right words.
+    """
+    level, tuned, right = 0, muon_and_adamw(model, RATE), [0.0] * 18
+    for step in range(steps):
+        logits, target = answers(step, 8 ** (level / LEVELS))
+        F.cross_entropy(logits, target).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in tuned:
             for group in optimizer.param_groups:
                 group["lr"] = RATE * min(1.0, step / 20, 3 * (1.02 - step / steps))
             optimizer.step()
             optimizer.zero_grad()
-        share = (logits.argmax(-1) == asked.target[wanted]).float().mean().item()
+        share = (logits.argmax(-1) == target).float().mean().item()
         right = [*right[1:], share]
         if sum(right) > 0.85 * len(right) and level < LEVELS:
             level, right = level + 1, [0.0] * len(right)

@@ -1,0 +1,169 @@
+"""What prompts cost and keep that are composed of documents which were computed apart."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import product, repeat
+from multiprocessing import get_context
+from time import perf_counter, process_time
+from typing import Annotated, get_args
+
+import torch
+from torch import Tensor
+
+from scripts.bench.coded import NAMES
+from scripts.bench.commands import Count
+from scripts.bench.report import Table, seconds_of, versions
+from scripts.train.documents import COUNTS, SUFFIX, TASKS, WORDS, Task, draw, train
+from scripts.train.hybrids import TINY, Hybrid, Kind, Sizes
+from scripts.train.recall import BOTH, STATES, Answers, Reach, answer, prefill
+from scripts.train.segments import Apart, append, composed, encode
+
+CONTEXT, PAIRS = 1024, 32
+"""Tokens of all documents of a prompt, and pairs in them."""
+SEAMS = (0, 3, 16, 64)
+"""Tokens at the beginning of each document that are computed with everything in front of them. The
+short convolutions of these models mix three tokens with those in front."""
+REACHES = (BOTH, STATES)
+TRAINED = {"whole prompts": False, "documents apart, too": True}
+BOUND = 3.3
+"""Points that a composed prompt may lose beside the whole one."""
+LARGE = Sizes("RRR*" * 5, hidden=1024, heads=8, width=128)
+DOCUMENTS, TOKENS, QUESTION = 4, 1000, 32
+"""Of the prompt that is timed."""
+
+
+def modular(
+    *kinds: Annotated[Kind, "recurrent layers; all three if none is given"],
+    steps: Annotated[Count, "of training"] = 600,
+    sequences: Annotated[Count, "prompts of each task and number of documents"] = 8,
+    repeats: Annotated[Count, "of each time, of which the shortest counts"] = 3,
+) -> None:
+    """What prompts lose and save that are composed of documents which were computed apart.
+
+    Small hybrids of recurrent layers and attention are trained on prompts of documents, one process
+    to a core. Each document is then computed alone, and the states, keys and values of several are
+    composed in their order; questions behind them are answered from that, and from the whole
+    prompt. Then a prompt of four documents is timed, with models that are not trained.
+    """
+    chosen, begin = kinds or get_args(Kind), perf_counter()
+    print(f"{versions()}.\n")
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as processes:
+        for text in processes.map(measure, chosen, repeat(steps), repeat(sequences)):
+            print(text, flush=True)
+    times(chosen, repeats)
+    print(f"\nAll of it took {perf_counter() - begin:.0f} s.")
+
+
+def measure(kind: Kind, steps: int, sequences: int) -> str:
+    """The tables of one kind of model, which is trained first."""
+    torch.set_num_threads(1)
+    begin = process_time()
+    models = {name: train(kind, steps, apart, TINY) for name, apart in TRAINED.items()}
+    trained = process_time()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        quality(models, sequences)
+    size = sum(parameter.numel() for parameter in models["whole prompts"].parameters())
+    seconds = f"{trained - begin:.0f} s of one core, evaluated in {process_time() - trained:.0f} s"
+    learnt = f"{size:,} parameters, seed 0, {steps} steps each, trained in {seconds}"
+    return f"### {NAMES[kind]}\n\n{learnt}.\n\n{printed.getvalue()}"
+
+
+def quality(models: dict[str, Hybrid], sequences: int) -> None:
+    """Print answers of whole and composed prompts, and the smallest seams that are good enough."""
+    found = {
+        row: _answers(models[row[0]], *row[1:], sequences)
+        for row in product(models, REACHES, TASKS, COUNTS)
+    }
+    smallest = Table("trained on", "reaches back", *(f"{task}: seam" for task in TASKS), text=2)
+    for name, reach in product(models, REACHES):
+        cells = (_smallest([found[name, reach, task, n] for n in COUNTS]) for task in TASKS)
+        smallest.row(name, reach.name, *cells)
+    questions = min(len(row[0].target) for row in found.values())
+    print(f"\nAt least {questions} questions in each cell: % right / % same / moved.\n")
+    heads = ("trained on", "reaches back", "answer", "documents", "whole, % right")
+    table = Table(*heads, *(f"seams of {seam}" for seam in SEAMS), text=3)
+    for (name, reach, task, documents), (whole, *rest) in found.items():
+        right = f"{100 * whole.accuracy:.1f}"
+        table.row(name, reach.name, task, documents, right, *(_cell(one, whole) for one in rest))
+    print()
+
+
+def _answers(model: Hybrid, reach: Reach, task: Task, count: int, sequences: int) -> list[Answers]:
+    """Answers behind the whole prompt, and behind composed ones by `SEAMS`."""
+    drawn = random.Random(1)
+    asked = draw(task, count, CONTEXT // count, PAIRS, sequences, drawn, SUFFIX)
+    documents = asked.before.view(sequences, count, -1)
+    with torch.no_grad():
+        caches = [
+            prefill(model, asked.before, reach),
+            *(composed(model, documents, seam, reach.window) for seam in SEAMS),
+        ]
+    return [answer(model, asked, cache, reach)[0] for cache in caches]
+
+
+def _cell(found: Answers, whole: Answers) -> str:
+    same, moved = found.beside(whole)
+    return f"{100 * found.accuracy:.1f} / {100 * same:.1f} / {moved:.2f}"
+
+
+def _smallest(rows: Sequence[list[Answers]]) -> str:
+    """The smallest seam with which no row loses more than `BOUND` points, and what it loses."""
+    losses = [
+        max(100 * (whole.accuracy - rest[number].accuracy) for whole, *rest in rows)
+        for number in range(len(SEAMS))
+    ]
+    for seam, lost in zip(SEAMS, losses, strict=True):
+        if lost <= BOUND:
+            return f"{seam} ({-lost:+.1f})"
+    return f"none ({-min(losses):+.1f})"
+
+
+@torch.no_grad()
+def times(kinds: Sequence[Kind], repeats: int) -> None:
+    """Print the seconds to the first token of whole and composed prompts, and a segment's bytes."""
+    torch.set_num_threads(1)
+    print(
+        f"### Time to the first token\n\n{DOCUMENTS} documents of {TOKENS:,} tokens in an order "
+        f"that was not sent before, and {QUESTION} tokens; one thread, the shortest of {repeats}.\n"
+    )
+    table = Table(
+        *("model", "parameters", "whole, s", "documents apart, s"),
+        *(f"composed with seams of {seam}, s" for seam in SEAMS),
+        *("KV of a document, KiB", "states, KiB", "transitions, KiB"),
+    )
+    for kind, sizes in product(kinds, (TINY, LARGE)):
+        model = Hybrid(kind, WORDS, sizes).eval()
+        size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        kept = (f"{each / 1024:,.0f}" for each in encode(model, _texts(), 0)[:1].bytes)
+        table.row(NAMES[kind], f"{size:.1f} M", *_seconds(model, repeats), *kept)
+
+
+def _texts() -> Tensor:
+    return torch.randint(WORDS, (DOCUMENTS, TOKENS))
+
+
+def _seconds(model: Hybrid, repeats: int) -> list[str]:
+    """The whole prompt's, those of computing its documents apart, and composed ones by `SEAMS`."""
+    texts, question = _texts(), torch.randint(WORDS, (1, QUESTION))
+
+    def first_token(tokens: Tensor, apart: Apart | None) -> Tensor:
+        cache = model.empty(1)
+        if apart is not None:
+            for number in reversed(range(DOCUMENTS)):
+                cache = append(model, cache, apart[number : number + 1])
+        logits: Tensor = model.head(model(tokens, cache)[0][:, -1])
+        return logits
+
+    works: list[Callable[[], object]] = [
+        partial(first_token, torch.cat([texts.view(1, -1), question], 1), None),
+        partial(encode, model, texts, 0),
+        *(partial(first_token, question, encode(model, texts, seam)) for seam in SEAMS),
+    ]
+    return [f"{min(seconds_of(work) for _ in range(repeats)):.3f}" for work in works]

@@ -1,0 +1,115 @@
+"""Documents that a small hybrid computes apart, and what is composed of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from scripts.train.documents import DOCUMENT, TASKS, WORDS, Task, draw
+from scripts.train.hybrids import Cache, Hybrid, Kind
+from scripts.train.recall import BOTH, NOTHING, STATES, Reach, prefill
+from scripts.train.segments import append, composed, encode
+from sglang_hybrid.kernels.composition import Segment
+
+KINDS: tuple[Kind, ...] = ("mamba2", "gdn", "kda")
+COUNT, LENGTH = 3, 20
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest) -> Hybrid:
+    torch.manual_seed(0)
+    return Hybrid(request.param, WORDS).eval()
+
+
+@pytest.fixture(scope="module")
+def documents() -> torch.Tensor:
+    asked = draw("one", COUNT, LENGTH, 6, 2, random.Random(0), 2)
+    return asked.before.unflatten(1, (COUNT, LENGTH))
+
+
+def assert_close(found: Cache, expected: Cache) -> None:
+    for layer, other in zip(found, expected, strict=True):
+        for one, two in zip(layer, other, strict=True):
+            torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_answers_stand_in_as_many_documents_as_the_task_says(task: Task, count: int) -> None:
+    asked = draw(task, count, LENGTH, 8, 6, random.Random(0), 24)
+    for row, place in (asked.target != NOTHING).nonzero().tolist():
+        texts = asked.before[row].view(count, LENGTH).tolist()
+        assert all(text[0] == DOCUMENT for text in texts)
+        told = [
+            (number, text[at + 1])
+            for number, text in enumerate(texts)
+            for at, token in enumerate(text)
+            if token == asked.after[row, place]
+        ]
+        if task == "chain":
+            ((first, name),) = told
+            (value,) = [
+                text[text.index(name) + 1]
+                for number, text in enumerate(texts)
+                if name in text and number != first
+            ]
+        else:
+            assert len({number for number, _ in told}) == (1 if task == "one" else 2)
+            _, value = told[-1]
+        assert value == asked.target[row, place]
+
+
+@pytest.mark.parametrize("reach", [BOTH, STATES], ids=lambda reach: reach.name)
+def test_a_first_document_is_exact(model: Hybrid, documents: torch.Tensor, reach: Reach) -> None:
+    whole = prefill(model, documents[:, 0], reach)
+    for seam in (0, 3, 16, LENGTH - 1):
+        with torch.no_grad():
+            assert_close(composed(model, documents[:, :1], seam, reach.window), whole)
+
+
+def test_a_longer_seam_comes_nearer_to_the_whole_prompt(
+    model: Hybrid, documents: torch.Tensor
+) -> None:
+    whole = prefill(model, documents.flatten(1), BOTH)[-1][0]
+
+    def off(seam: int) -> float:
+        with torch.no_grad():
+            return (composed(model, documents, seam)[-1][0] - whole).norm().item()
+
+    assert off(LENGTH - 2) < off(8) < off(0)
+
+
+def test_of_the_first_layer_only_the_convolution_differs(
+    model: Hybrid, documents: torch.Tensor
+) -> None:
+    """A layer that reads tokens alone leaves the whole prompt's state once the three tokens at each
+    seam that its convolution mixes with those in front are computed."""
+    whole = prefill(model, documents.flatten(1), BOTH)[0]
+    with torch.no_grad():
+        repaired, apart = (composed(model, documents, seam)[0] for seam in (3, 0))
+    torch.testing.assert_close(repaired[0], whole[0], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(apart[0], whole[0], atol=1e-4)
+
+
+def test_planted_errors_in_a_model_are_seen(model: Hybrid, documents: torch.Tensor) -> None:
+    """Against documents under a mask: no token sees another document, and states pass through."""
+    first, second = (encode(model, documents[:, number], 3) for number in (0, 1))
+    kept, window = second.layers[0]
+    assert isinstance(kept, Segment)
+    wrong = replace(kept, transition=0.9 * kept.transition)
+    planted = replace(second, layers=[(wrong, window), *second.layers[1:]])
+    whole = prefill(model, documents[:, :2].flatten(1), BOTH)[0][0]
+    with torch.no_grad():
+
+        def state(*parts: object) -> torch.Tensor:
+            cache = model.empty(len(documents))
+            for part in parts:
+                cache = append(model, cache, part)  # type: ignore[arg-type]
+            return cache[0][0]
+
+        torch.testing.assert_close(state(first, second), whole, atol=1e-5, rtol=1e-4)
+        for error in ((first, planted), (second, first)):
+            assert not torch.allclose(state(*error), whole, atol=1e-4)
