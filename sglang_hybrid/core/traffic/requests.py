@@ -40,12 +40,12 @@ class TokenRuns:
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request: `tokens` [input_len + output_len] are its prompt and its answer; `arrival` is in
-    seconds. kept: the tokens as they are in memory; runs of them are expanded when they are read,
-    so that a trace of a million prompts fits. message_starts: positions in the prompt at which the client's messages begin.
-    reply_start: where the next turn leaves the prompt, if that is before its end
-    (`Prefill.reply_start`). tenant: requests of different ones share nothing. hint: what its client
-    said of the session. pins: what it wanted kept; a checkpoint is declared at each of these
-    positions.
+    seconds. kept: the tokens as they are in memory; runs are expanded when `tokens` is read, so
+    that a trace of a million prompts fits. message_starts: positions in the prompt at which the
+    client's messages begin. reply_start: where the next turn leaves the prompt, if that is before
+    its end (`Prefill.reply_start`). tenant: requests of different ones share nothing. hint: what
+    its client said of the session. pins: what it wanted kept; a checkpoint is declared at each of
+    these positions.
     """
 
     session: int
@@ -94,8 +94,9 @@ def block_tokens(blocks: list[int], size: int) -> TokenArray:
         raise ValueError(f"block {max(blocks)} is too large a number for blocks of {size}")
     rounds, place = np.divmod(numbers, places)
     firsts = (place * size + rounds).astype(np.uint32)
-    ids = firsts[:, None] + np.arange(size, dtype=np.uint32)
-    return (ids.ravel() & np.uint32(_IDS - 1)).view(np.int32)
+    ids: npt.NDArray[np.uint32] = firsts[:, None] + np.arange(size, dtype=np.uint32)
+    tokens: TokenArray = (ids.ravel() & np.uint32(_IDS - 1)).view(np.int32)
+    return tokens
 
 
 def in_runs(tokens: TokenArray) -> TokenArray | TokenRuns:
