@@ -34,5 +34,5 @@ def leave_out_thoughts(requests: Sequence[Request]) -> list[Request]:
         end = request.input_len
         whole = np.concatenate([tokens[:end], np.array(THOUGHT, np.int32), tokens[end:]])
         reply = {"input_len": end + len(THOUGHT), "reply_start": end - size}
-        thinking.append(replace(request, tokens=whole, **reply))
+        thinking.append(replace(request, kept=whole, **reply))
     return thinking

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from scripts.bench.commands import one_of
+from scripts.bench.commands import Count, one_of
 from scripts.bench.report import Table
 from scripts.bench.traces import (
+    AGENTS,
     COST,
     RULES,
     TRACES,
@@ -21,13 +22,23 @@ from scripts.bench.traces import (
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
 from sglang_hybrid.extensions.lab.simulation.device_codec import NUMBER_BYTES
-from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import CopyCodec
+from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import CopyCodec, TierBudgets
 from sglang_hybrid.extensions.lab.systems import Spec
 from tests.rehearsal.models import MODELS
 
 AGENTS_MODEL = "Qwen3.5-35B"
 HALVED = "Nemotron-H-8B"
-CODED_MODELS = (HALVED, "Qwen3.5-35B", "Kimi-Linear-48B")
+HYBRIDS = (HALVED, AGENTS_MODEL, "Kimi-Linear-48B")
+RECURRENT_LAYERS = {HALVED: 6}
+"""For each attention layer; 3 in other models. vLLM's pages are of one size for both."""
+
+AGENTS_POLICIES = {
+    "one": ("lru", "reuse", "clairvoyant", "density"),
+    "served": ("sglang-lru", "reuse", "sglang", "vllm", "tensorrt-llm"),
+}
+BELOW_POLICIES = ("hicache", "lru", "reuse", "unbounded")
+"""What agents' conversations are replayed with: by rules, and with tiers below the device."""
+
 CODECS = tuple(codec.value for codec in NUMBER_BYTES)
 TITLES = {"paper": "paper", "served": "two pools", "one": "one memory"}
 CLAIRVOYANT = Spec("clairvoyant")
@@ -164,13 +175,68 @@ def show_coded(bench: Bench, spec: Spec) -> tuple[int, int]:
 def coded_models() -> dict[str, CostModel]:
     """The sizes to replay entries that are kept coded with."""
     found = {"the paper's 7B": COST}
-    for name in CODED_MODELS:
-        config = MODELS[name]
-        found[name] = CostModel.from_config(config.get("text_config", config))
+    for name in HYBRIDS:
+        found[name] = cost_of(name)
     halved = CostModel.from_config(MODELS[HALVED] | {"torch_dtype": "bfloat16"})
     if halved.state_value_bytes == 4:
         halved = replace(halved, state_bytes=halved.state_bytes // 2, state_value_bytes=2)
     return found | {f"{HALVED}, states in bfloat16": halved}
+
+
+def cost_of(model: str) -> CostModel:
+    config = MODELS[model]
+    return CostModel.from_config(config.get("text_config", config))
+
+
+def show_agents(runner: Runner, sizes: Sequence[float], workers: int) -> None:
+    """Print a row per model and size of the device: what each policy finds, of tokens, and of FLOPs
+    in one memory.
+    """
+    jobs: dict[tuple[str, float, str, str], Job] = {}
+    for model in HYBRIDS:
+        for size in sizes:
+            for rules, names in AGENTS_POLICIES.items():
+                for name in names:
+                    options = f":groups={RECURRENT_LAYERS.get(model, 3)}" if name == "vllm" else ""
+                    spec, budget = Spec.parse(name + options), int(size * 1e9)
+                    job = Job(spec, AGENTS, cost_of(model), budget, serving=RULES[rules])
+                    jobs[model, size, rules, name] = job
+    found = dict(zip(jobs, runner.run_all(list(jobs.values()), workers), strict=True))
+    every = [(rules, name) for rules, names in AGENTS_POLICIES.items() for name in names]
+    shown = {
+        "Of the prompts' tokens": (every, lambda result: result.hit_rate),
+        "Of the FLOPs to prefill them, in one memory": (
+            [(rules, name) for rules, name in every if rules == "one"],
+            lambda result: result.flops_saved,
+        ),
+    }
+    for about, (columns, rate) in shown.items():
+        print(f"\n{about}:\n")
+        heads = [f"{TITLES[rules]}: {name}" for rules, name in columns]
+        table = Table("model", "GB", *heads, "closed", text=1)
+        for model in HYBRIDS:
+            for size in sizes:
+                rates = {key: 100 * rate(found[model, size, *key]) for key in columns}
+                low, mine, high = (rates["one", name] for name in AGENTS_POLICIES["one"][:3])
+                closed = "" if high - low < 1 else f"{100 * (mine - low) / (high - low):.0f}"
+                cells = (f"{value:.1f}" for value in rates.values())
+                table.row(model, f"{size:g}", *cells, closed)
+
+
+def show_below(runner: Runner, sizes: Sequence[float], below: str, workers: int) -> None:
+    """Print a row per size of the device, with the tiers `below` it: what each policy finds."""
+    cost = cost_of(AGENTS_MODEL)
+    jobs = [
+        Job(Spec(name), AGENTS, cost, None, tiers=TierBudgets.parse(f"device={size:g}GB,{below}"))
+        for size in sizes
+        for name in BELOW_POLICIES
+    ]
+    rates = [f"{100 * result.hit_rate:.1f}" for result in runner.run_all(jobs, workers)]
+    print(f"{AGENTS_MODEL}, {below} below the device, by the paper's rules:\n")
+    table = Table("GB", *BELOW_POLICIES)
+    each = len(BELOW_POLICIES)
+    for number, size in enumerate(sizes):
+        table.row(f"{size:g}", *rates[number * each : (number + 1) * each])
 
 
 def policies(
@@ -178,7 +244,9 @@ def policies(
     rules: Annotated[tuple[str, ...], one_of(RULES)] = tuple(RULES),
     traces: Folder = TRACES,
     generated: Seeds = None,
-    agents: Annotated[bool, "agents' conversations at full length, Qwen3.5-35B's sizes"] = False,
+    agents: Annotated[bool, "agents' conversations at full length, and other engines"] = False,
+    below: Annotated[str, "--agents with tiers, as host=100GB@25GB/s,disk=1TB@3GB/s"] = "",
+    workers: Annotated[Count, "--agents: processes"] = 2,
     device_codec: Annotated[
         str, "exact beside coded entries, by several models' sizes", one_of(CODECS)
     ] = "",
@@ -210,8 +278,9 @@ def policies(
     if not agents:
         show(Bench(*read_or_generate(traces, generated)), specs, rules)
         return
-    bench = Bench(*read_agents(traces), CostModel.from_config(MODELS[AGENTS_MODEL]))
-    print("Of the prompts' tokens:\n")
-    show(bench, specs, rules)
-    print("\nOf the FLOPs to prefill them:\n")
-    show(replace(bench, flops=True), specs, rules)
+    runner, rows = read_agents(traces)
+    sizes = [size for _, size in rows]
+    if below:
+        show_below(runner, sizes, below, workers)
+    else:
+        show_agents(runner, sizes, workers)

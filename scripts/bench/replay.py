@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import numpy as np
 
+from scripts.bench.commands import Count
 from scripts.bench.report import BenchFailed, Table, seconds_of
-from scripts.bench.traces import COST, find
+from scripts.bench.traces import COST, find, write_longer
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.core.victims.eviction import POLICIES
@@ -63,17 +67,43 @@ def candidates(requests: list[Request], budget: int, workers: int) -> None:
         table.row("at once" if clock is None else "in time", f"{spent:.1f}")
 
 
+def longer(trace: Path, requests: int, budget: int, policies: Sequence[str]) -> None:
+    """Print what so many requests take that are made of Mooncake's `trace`."""
+    table = Table("requests", "prompt tokens", "policy", "read, s", "replayed, s", "peak, GB")
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "mooncake.jsonl"
+        write_longer(trace, requests, path)
+        begin = time.process_time()
+        runner = Runner({"longer": read_trace(path)})
+        reading = time.process_time() - begin
+    for policy in policies:
+        begin = time.process_time()
+        job = Job(Spec.parse(policy), "longer", COST, budget, serving=Serving())
+        tokens = int(runner.run(job).input_len.sum())
+        seconds = time.process_time() - begin
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        cells = (f"{reading:.0f}", f"{seconds:.0f}", f"{peak:.2f}")
+        table.row(f"{requests:,}", f"{tokens:,}", policy, *cells)
+
+
 def replay(
     trace: Annotated[str, "instead of tau-bench, or of generated agents"] = "",
     gigabytes: float = 10.0,
     workers: int = 2,
     rounds: int = 3,
+    long: Annotated[Count | None, "requests made of Mooncake's trace instead: time, memory"] = None,
+    policy: Annotated[str, "--long: policies, by comma"] = "lru",
 ) -> None:
     """How fast a replay is.
 
     Per policy, and for a tuner's candidates on two workers. Processor time in one process, except
-    for the workers, where it is wall time.
+    for the workers, where it is wall time. With `--long` the time and the peak memory of a trace of
+    so many requests, as served.
     """
+    if long is not None:
+        found = find(trace or "mooncake_conversation_trace")
+        longer(found, long, int(gigabytes * 1e9), policy.split(","))
+        return
     name = trace or "taubench_airline"
     try:
         requests = read_trace(find(name), Reading())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +19,11 @@ from sglang_hybrid.extensions.lab.runner import Runner
 from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Draw
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.generators import Traffic, generate, traffic
-from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
+from sglang_hybrid.extensions.lab.simulation.traces.lines import (
+    Reading,
+    numbered_lines,
+    write_line,
+)
 from sglang_hybrid.extensions.lab.simulation.traces.slices import to_vocabulary
 
 TRACES = ROOT.parent / "shared" / "traces"
@@ -73,6 +79,24 @@ def read_named(folder: Path, name: str) -> list[Request]:
     """One of SIZES; Mooncake's are the first 2,000 of at most 32 Ki tokens."""
     limit = 2_000 if name.startswith("mooncake") else None
     return read_trace(find(name, folder), Reading(limit, max_input=32_768))
+
+
+def write_longer(trace: Path, requests: int, longer: Path) -> None:
+    """Write `requests` requests to `longer`: those of Mooncake's `trace` again and again, hour
+    after hour. Each time its conversations are new ones of the same lengths, which share as much
+    among each other; blocks that one request in a hundred has (a system prompt) stay the same.
+    """
+    lines = [json.loads(line) for _, line in numbered_lines(trace)]
+    uses = Counter(block for line in lines for block in set(line["hash_ids"]))
+    common = {block for block, used in uses.items() if 100 * used >= len(lines)}
+    span, blocks = lines[-1]["timestamp"] + 1_000, max(uses) + 1
+    with longer.open("wb") as file:
+        for number in range(requests):
+            again, at = divmod(number, len(lines))
+            line = lines[at]
+            ids = [one if one in common else one + again * blocks for one in line["hash_ids"]]
+            arrival = line["timestamp"] + again * span
+            write_line(file, {**line, "timestamp": arrival, "hash_ids": ids})
 
 
 def read_agents(folder: Path) -> tuple[Runner, list[Row]]:

@@ -259,14 +259,19 @@ def test_conversations_of_agents_are_measured_in_tokens_and_flops(
     with tarfile.open(tmp_path / f"{traces.AGENTS}.tar.gz", "w:gz") as archive:
         archive.add(folder, traces.AGENTS)
     monkeypatch.setattr(traces, "AGENT_SIZES", (5,))
-    policies.policies("reuse", ("one",), tmp_path, agents=True)
-    in_tokens, in_flops = [
-        [float(cell) for cell in line.split("|")[2:6] if cell.strip()]
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith(f"| {traces.AGENTS}")
+    policies.policies(traces=tmp_path, agents=True, workers=1)
+    cells = [line.split("|") for line in capsys.readouterr().out.splitlines()]
+    rows = [
+        [float(cell) for cell in row[2:6]]
+        for row in cells
+        if row[1:] and row[1].strip() in policies.HYBRIDS
     ]
-    assert in_tokens[0] == 5 and in_tokens[1] == pytest.approx(100 * 19_198 / 38_400, abs=0.2)
-    assert in_flops[1] < in_tokens[1]
+    in_tokens, in_flops = rows[-6:-3], rows[-3:]
+    assert [row[0] for row in in_tokens] == [5, 5, 5]
+    for tokens, flops in zip(in_tokens, in_flops, strict=True):
+        assert tokens[1] == pytest.approx(100 * 19_198 / 38_400, abs=0.2) and flops[1] < tokens[1]
+    policies.policies(traces=tmp_path, agents=True, below="host=10GB", workers=1)
+    assert "| 5 | " in capsys.readouterr().out
 
 
 def test_agents_without_their_trace_are_a_sentence(tmp_path: Path) -> None:

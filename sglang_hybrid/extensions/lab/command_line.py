@@ -55,7 +55,7 @@ ONE_MEMORY = "one"
 TIER_POLICIES = "hicache,lru,reuse,clairvoyant,unbounded"
 DEFAULT_POLICIES = "none,vllm+,sglang+,sglang,lru,marconi-best,reuse,clairvoyant,unbounded"
 REPLICATED_POLICIES = "sglang,lru,reuse"
-WITHOUT_TREES = ("none", "vllm+", *TUNED)
+WITHOUT_TREES = ("none", "vllm+", "vllm", *TUNED)
 
 MOST_SESSIONS = 100_000
 MOST_REPLICAS = 1_000

@@ -28,6 +28,7 @@ from sglang_hybrid.extensions.lab.simulation.baselines import (
 from sglang_hybrid.extensions.lab.simulation.block_cache import BlockCache
 from sglang_hybrid.extensions.lab.simulation.future import Oracle
 from sglang_hybrid.extensions.lab.simulation.policies import Density, SglangLru, TailLru
+from sglang_hybrid.extensions.lab.simulation.rivals import TensorRtLlm, VllmCache
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.simulator import Cache, Simulator
 from sglang_hybrid.extensions.lab.simulation.tiers.hicache import HiCache
@@ -96,6 +97,23 @@ def _vllm(setting: Setting, block: int = 32) -> Cache:
     return BlockCache(setting.cost, setting.budget, int(block), with_running=with_running)
 
 
+def _served_vllm(setting: Setting, groups: int = 3) -> Cache:
+    return VllmCache(setting.cost, setting.budget, int(groups))
+
+
+def _tensorrt_llm(setting: Setting, turns: int = 3, offset: int = 2, block: int = 32) -> Cache:
+    lengths = [len(request.tokens) for request in setting.requests]
+    return TensorRtLlm(
+        setting.cost,
+        setting.budget,
+        sum(lengths) / max(1, len(lengths)),
+        int(turns),
+        int(offset),
+        int(block),
+        running_states=None if setting.serving is None else 1,
+    )
+
+
 def _sglang_plus(setting: Setting) -> Cache:
     running_states = None if setting.serving is None else 1
     return SglangPlus(setting.cost, setting.budget, setting.min_branch_tokens, running_states)
@@ -160,6 +178,8 @@ SYSTEMS.update(
     {
         "none": System(_none),
         "vllm+": System(_vllm, ("block",)),
+        "vllm": System(_served_vllm, ("groups",)),
+        "tensorrt-llm": System(_tensorrt_llm, ("turns", "offset", "block")),
         "sglang+": System(_sglang_plus),
         "sglang": System(_sglang, ("grid", "chunk", "interval")),
         **{name: _evicting(make) for name, make in POLICIES.items()},

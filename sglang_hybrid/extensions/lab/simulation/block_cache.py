@@ -34,7 +34,8 @@ class BlockTicket(Ticket):
 
 class BlockCache:
     """vLLM+: every full block of `block` tokens is cached with a state, least recently used first
-    out, strictly within the budget (paper section 5.1).
+    out, strictly within the budget (paper section 5.1). vLLM itself keeps far fewer states today
+    (`rivals.VllmCache`).
 
     A use touches the whole prefix, the deepest block first, so the oldest block is always one that
     no other needs. Of a sequence that does not fit, the beginning is kept. with_running: the budget
@@ -66,14 +67,14 @@ class BlockCache:
         if self.with_running:
             return serve_in_steps(self, request)
         ticket = self.begin(request)
-        self._store(self._names(request, len(request.tokens)))
+        self._store(block_names(request, len(request.tokens), self.block))
         return ticket.outcome
 
     def peek(self, request: Request) -> int:
-        return self._found(self._names(request, request.input_len - 1)) * self.block
+        return self._found(block_names(request, request.input_len - 1, self.block)) * self.block
 
     def begin(self, request: Request) -> BlockTicket:
-        names = self._names(request, request.input_len - 1)
+        names = block_names(request, request.input_len - 1, self.block)
         found = self._found(names)
         for name in reversed(names[:found]):
             block = self._blocks[name]
@@ -117,7 +118,7 @@ class BlockCache:
         if ticket.apart:
             return
         self._own(ticket, 0)
-        names = self._store(self._names(ticket.request, length))
+        names = self._store(block_names(ticket.request, length, self.block))
         if self.with_running:
             self._lock(ticket, names)
             self._own(ticket, -(-length // self.block) - len(names))
@@ -163,15 +164,16 @@ class BlockCache:
         self._in_use += blocks - ticket.own_blocks
         ticket.own_blocks = blocks
 
-    def _names(self, request: Request, length: int) -> list[int]:
-        """A name for each full block of the first `length` tokens: its tenant, its tokens and all
-        before.
-        """
-        count = length // self.block
-        rows = request.tokens[: count * self.block].reshape(count, self.block)
-        names = []
-        name = hash(request.tenant)
-        for row in rows:
-            name = hash((name, row.tobytes()))
-            names.append(name)
-        return names
+
+def block_names(request: Request, length: int, block: int) -> list[int]:
+    """A name for each full block of the first `length` tokens: its tenant, its tokens and all
+    before.
+    """
+    count = length // block
+    rows = request.tokens[: count * block].reshape(count, block)
+    names = []
+    name = hash(request.tenant)
+    for row in rows:
+        name = hash((name, row.tobytes()))
+        names.append(name)
+    return names

@@ -380,7 +380,7 @@ def test_tenants_share_nothing(name: str, served: bool) -> None:
     assert [hit > 0 for hit in found] == [False, True, False, False, True, True]
 
 
-@pytest.mark.parametrize("name", [n for n in SYSTEMS if n not in ("none", "vllm+")])
+@pytest.mark.parametrize("name", [n for n in SYSTEMS if n not in ("none", "vllm+", "vllm")])
 def test_a_model_without_state_resumes_wherever_its_kv_reaches(name: str) -> None:
     asked = [request(numbers(0, 100), [1]), request([*numbers(0, 70), 1], [1])]
     cache = Spec(name).build(Setting(ATTENTION, None, asked))

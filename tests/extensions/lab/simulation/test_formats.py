@@ -5,6 +5,7 @@ sentence.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import gzip
 import json
 import os
@@ -14,10 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.named_files import FileError
 from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.core.server_settings import Serving
+from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.core.traffic import requests
 from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.lab.runner import Job, Runner
 from sglang_hybrid.extensions.lab.simulation.traces import line_formats
 from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Azure, Draw
 from sglang_hybrid.extensions.lab.simulation.traces.formats import (
@@ -146,6 +151,37 @@ def test_global_blocks_are_shared(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(text)
     one, other = (r for r in read_trace(tmp_path) if r.turn == 0)
     assert np.array_equal(one.tokens[:12], other.tokens[:12])
+
+
+@pytest.mark.parametrize("policy", ["vllm+", "sglang", "lru", "reuse", "clairvoyant"])
+@pytest.mark.parametrize("serving", [None, Serving()], ids=["paper", "served"])
+def test_blocks_and_their_tokens_replay_alike(
+    tmp_path: Path, policy: str, serving: Serving | None
+) -> None:
+    rng = np.random.default_rng(0)
+    turns = [0] * 8
+    lines = []
+    for second in range(60):
+        who = int(rng.integers(8))
+        turns[who] += 1
+        blocks = [0, *(1_000 * (who + 1) + turn for turn in range(turns[who]))]
+        length = 512 * len(blocks) - int(rng.integers(512))
+        lines.append(
+            {
+                "timestamp": 1000 * second,
+                "input_length": length,
+                "output_length": 9,
+                "hash_ids": blocks,
+            }
+        )
+    kept = read_trace(write(tmp_path / "trace.jsonl", *lines))
+    assert sum(request.kept_bytes for request in kept) < 40 * len(kept)
+    plain = [dataclasses.replace(request, kept=request.tokens.copy()) for request in kept]
+    found = []
+    for requests_ in (kept, plain):
+        job = Job(Spec(policy), "t", CostModel.paper_7b(), 10**9, serving=serving)
+        found.append(Runner({"t": requests_}).run(job).hit_len.tolist())
+    assert found[0] == found[1] and sum(found[0])
 
 
 def test_an_agent_of_a_conversation_is_a_session_of_its_own(tmp_path: Path) -> None:
@@ -463,7 +499,7 @@ def test_all_requests_together_have_a_bound(tmp_path: Path, name: str, tokenizer
     )
     for allow in (False, True):
         reading = Reading(tokenizer=tokenizer, room=Room(100), skipped=Skipped(allow))
-        with pytest.raises(TraceError, match="the requests have more than"):
+        with pytest.raises(TraceError, match="the requests take more than"):
             read_trace(path, reading, name)
     assert read_trace(path, Reading(tokenizer=tokenizer), name)
 

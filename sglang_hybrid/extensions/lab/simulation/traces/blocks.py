@@ -23,6 +23,7 @@ from sglang_hybrid.core.traffic.requests import (
     block_tokens,
     make_request,
 )
+from sglang_hybrid.extensions.lab.simulation.token_tree import TOKEN_BYTES
 from sglang_hybrid.extensions.lab.simulation.traces.arrivals import session_starts
 from sglang_hybrid.extensions.lab.simulation.traces.lines import (
     Room,
@@ -118,7 +119,7 @@ class BlockReader:
                 if (len(request.hash_ids) - 1) * block_size >= request.length + request.out:
                     blocks = len(request.hash_ids)
                     raise ValueError(f"it has {blocks:,} blocks, which its tokens do not fill")
-                self.room.take(request.length + request.out)
+                self.room.take_bytes(_expanded_bytes(request))
                 own.append(request)
             except TraceError:
                 raise
@@ -143,7 +144,10 @@ class BlockReader:
             later = self._continuation(thread, prompts, turn)[len(prompt) :][: request.out]
             answer = np.concatenate([later, self._fresh.take(request.out - len(later))])
             arrival = start + request.t
-            yield make_request(self._session, turn, arrival, prompt, answer)
+            made = make_request(self._session, turn, arrival, prompt, answer)
+            self.room.take_bytes(-_expanded_bytes(request))
+            self.room.take(made)
+            yield made
 
     def _continuation(
         self, thread: list[BlockRequest], prompts: list[TokenArray], turn: int
@@ -169,6 +173,11 @@ class BlockReader:
                 key = (whole.tool_tokens, whole.system_tokens, block)
             numbers.append(self._blocks.setdefault(key, len(self._blocks)))
         return block_tokens(numbers, whole.block_size)[: request.length]
+
+
+def _expanded_bytes(request: BlockRequest) -> int:
+    """Of its tokens while its conversation is read."""
+    return TOKEN_BYTES * (request.length + request.out)
 
 
 def _position(error: Exception, text: bytes) -> int:

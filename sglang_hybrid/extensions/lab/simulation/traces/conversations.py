@@ -178,7 +178,7 @@ class ConversationReader:
             made: list[Request] = []
             try:
                 for request in self._requests(session, messages, start):
-                    self.room.take(len(request.tokens))
+                    self.room.take(request)
                     made.append(request)
             except TraceError:
                 raise

@@ -58,9 +58,10 @@ def read_azure(path: Path, reading: Reading) -> list[Request]:
     azure, fresh = Azure.read(path, reading.limit, reading.skipped), Fresh()
     requests: list[Request] = []
     for arrival, prompt, answer in zip(azure.arrivals, azure.prompts, azure.answers, strict=True):
-        reading.room.take(prompt + answer)
         tokens = fresh.take(prompt), fresh.take(answer)
-        requests.append(make_request(len(requests), 0, arrival, *tokens))
+        request = make_request(len(requests), 0, arrival, *tokens)
+        reading.room.take(request)
+        requests.append(request)
     return requests
 
 

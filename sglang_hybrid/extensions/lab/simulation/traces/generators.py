@@ -129,7 +129,7 @@ def generate(kind: str, how: Traffic, seed: int) -> list[Request]:
     requests: list[Request] = []
     for number, start in enumerate(starts):
         for request in make(number, start):
-            maker.room.take(len(request.tokens))
+            maker.room.take(request)
             requests.append(request)
     requests.sort(key=lambda request: request.arrival)
     return requests
@@ -223,7 +223,7 @@ class _Maker:
         return self._text(question), self._text(answer)
 
     def _text(self, length: int) -> TokenArray:
-        self.room.take(length)
+        self.room.take_bytes(4 * length)
         return self.rng.integers(0, self.how.vocabulary, length).astype(np.int32)
 
     def _turns(self) -> int:

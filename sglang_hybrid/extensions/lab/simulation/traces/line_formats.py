@@ -54,7 +54,7 @@ class MooncakeLine(msgspec.Struct):
     timestamp: Seconds  # milliseconds
     input_length: Length
     output_length: Count
-    hash_ids: list[Annotated[int, Meta(ge=0, lt=2**31 // 512)]]
+    hash_ids: list[Annotated[int, Meta(ge=0, lt=2**31)]]
 
 
 class MarconiLine(msgspec.Struct):

@@ -26,11 +26,11 @@ from sglang_hybrid.core.traffic.requests import Request
 Schema = TypeVar("Schema")
 
 
-MOST_OF_TRACE: Final = 1 << 30
-"""Tokens of all requests of a trace: 4 GiB."""
+MOST_OF_TRACE: Final = 4 << 30
+"""Bytes of all requests of a trace."""
 
-TOKENS_OF_REQUEST: Final = 128
-"""That take as many bytes as the rest of a request."""
+BYTES_OF_REQUEST: Final = 512
+"""Of a request beside its tokens."""
 
 
 class TraceError(FileError):
@@ -39,19 +39,20 @@ class TraceError(FileError):
 
 @dataclass
 class Room:
-    """Tokens that a trace may still have."""
+    """Bytes that a trace may still take."""
 
     left: int = MOST_OF_TRACE
 
-    def take(self, tokens: int) -> None:
-        """Count a request of so many tokens, before they are in memory. Raises TraceError if it is
-        one too many.
-        """
-        self.left -= tokens + TOKENS_OF_REQUEST
+    def take(self, request: Request) -> None:
+        """Count a request. Raises TraceError if it is one too many."""
+        self.take_bytes(request.kept_bytes + BYTES_OF_REQUEST)
+
+    def take_bytes(self, count: int) -> None:
+        self.left -= count
         if self.left < 0:
             raise TraceError(
-                f"the requests have more than {MOST_OF_TRACE:,} tokens, which take 4 GiB of "
-                "memory; take fewer of them"
+                f"the requests take more than {MOST_OF_TRACE >> 30} GiB of memory; "
+                "take fewer of them"
             )
 
 
@@ -130,7 +131,7 @@ def read_lines(
             skipped.bad(f"{here}: {kind} ({error})", error)
             continue
         if request is not None:
-            reading.room.take(len(request.tokens))
+            reading.room.take(request)
             latest = request.arrival
             requests.append(request)
     return requests if ordered else sorted(requests, key=lambda request: request.arrival)

@@ -114,4 +114,4 @@ def _shorten(trace: Sequence[Request], number: int, limit: int) -> Request:
 
 
 def _with(request: Request, tokens: TokenArray, input_len: int) -> Request:
-    return replace(request, tokens=tokens, input_len=input_len, message_starts=())
+    return replace(request, kept=tokens, input_len=input_len, message_starts=())

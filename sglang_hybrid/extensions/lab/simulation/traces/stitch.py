@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.core.traffic.requests import Request, in_runs
 
 
 def stitched(requests: Sequence[Request], block: int = 512) -> list[Request]:
@@ -31,7 +31,8 @@ def stitched(requests: Sequence[Request], block: int = 512) -> list[Request]:
         for follower in reversed(later.get(digests[-1], []) if digests else []):
             if done[follower].input_len // block * block >= end:
                 own = done[follower].tokens[known:end]
-                done[at] = replace(request, tokens=np.concatenate([request.tokens[:known], own]))
+                tokens = np.concatenate([request.tokens[:known], own])
+                done[at] = replace(request, kept=in_runs(tokens))
                 break
         for digest in digests:
             same = later.setdefault(digest, [])
