@@ -25,7 +25,7 @@ from sglang_hybrid.checkpoints.support import (
     why_no_full_hits,
     why_unplanned,
 )
-from sglang_hybrid.explain.cache_view import grid
+from sglang_hybrid.explain.decision_log import grid
 from sglang_hybrid.serving.advice import ServerSetup, advise, who_sees_the_page
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.data_parallel import ignores_prefixes

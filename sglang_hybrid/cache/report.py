@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.cache.state_slots.slots import free_slots
 from sglang_hybrid.serving.telemetry.metrics import cache_metrics, rank_labels
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.parts import Parts
-    from sglang_hybrid.cache.queue.served_queue import ServedQueue
-    from sglang_hybrid.cache.tuning import Tuning
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.core.records.pins import Pins
     from sglang_hybrid.core.returns.answer_models import AnswerModels
     from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
-
-
-class ReportedCache(Protocol):
-    """What is asked of the cache that is reported of."""
-
-    tuning: Tuning
-    schedule: ServedQueue | None
-    is_mamba_enabled: bool
-    req_to_token_pool: Any
-
-    def tiers_info(self) -> dict[str, Any] | None: ...
 
 
 class CacheReport:
@@ -35,7 +23,7 @@ class CacheReport:
     whether Prometheus is told, which needs one cache in this process that receives requests.
     """
 
-    def __init__(self, cache: ReportedCache, parts: Parts, *, metrics: bool) -> None:
+    def __init__(self, cache: HybridRadixCache, parts: Parts, *, metrics: bool) -> None:
         self.advice: list[str] = []
         self.stats, self.account = parts.stats, parts.account
         has_tiers = parts.shadow_tree is not None and parts.shadow_tree.follows_copies

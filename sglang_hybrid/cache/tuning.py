@@ -9,13 +9,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.cache.memory.shared import shared_memory
-from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.cache.split_watch import SplitWatch
 from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
-from sglang_hybrid.cache.tiers.served_tiers import TieredCache, served_tiers
+from sglang_hybrid.cache.tiers.served_tiers import served_tiers
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import LearntBefore
@@ -40,14 +39,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_hybrid.cache.parts import Parts
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.extensions.lab.simulation.tuner.trace_file import TraceFile
     from sglang_hybrid.extensions.lab.simulation.tuner.tuner import Tuner
 
 logger = logging.getLogger(__name__)
-
-
-class TunedCache(SglangCache, TieredCache, Protocol):
-    """A cache whose requests are replayed in the tiers that it has."""
 
 
 class Tuning:
@@ -62,7 +58,7 @@ class Tuning:
 
     def __init__(
         self,
-        cache: TunedCache,
+        cache: HybridRadixCache,
         parts: Parts,
         tuner: Tuner | None = None,
         file: TraceFile | None = None,
@@ -210,7 +206,7 @@ class Tuning:
         return None if self.file is None else self.file.info()
 
 
-def make_tuning(cache: TunedCache, parts: Parts, rank: int | None) -> Tuning:
+def make_tuning(cache: HybridRadixCache, parts: Parts, rank: int | None) -> Tuning:
     """What may change the policy in `cache`.
 
     rank: which of several caches with requests of their own this is; None if another rank receives
@@ -225,7 +221,7 @@ def make_tuning(cache: TunedCache, parts: Parts, rank: int | None) -> Tuning:
     return Tuning(cache, parts, tuner, file, recorder)
 
 
-def _make_tuner(cache: TunedCache, parts: Parts) -> Tuner:
+def _make_tuner(cache: HybridRadixCache, parts: Parts) -> Tuner:
     options = parts.options
     limits = extension("lab.simulation.workers").Limits(workers=options.hybrid_tuner_workers)
     candidates = extension("lab.simulation.tuner.candidates")

@@ -6,17 +6,19 @@ import logging
 from array import array
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.messages import ResidencyReq, ResidencyReqOutput
 from sglang_hybrid.explain.stored import prefix_key, stored_path
 from sglang_hybrid.serving.tenants import tenant
+
+if TYPE_CHECKING:
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class StoredIn(IntEnum):
 class PrefixTiers:
     """Tells the tiers of prefixes of one tenant, from the tenant's part of the tree."""
 
-    def __init__(self, cache: ExplainedCache) -> None:
+    def __init__(self, cache: HybridRadixCache) -> None:
         self._cache = cache
 
     def answer(self, asked: ResidencyReq) -> ResidencyReqOutput:
@@ -81,7 +83,7 @@ class DiskPrefixes:
     waits for the answer.
     """
 
-    def __init__(self, cache: ExplainedCache) -> None:
+    def __init__(self, cache: HybridRadixCache) -> None:
         self._page_size = cache.page_size
         controller = getattr(cache, "cache_controller", None)
         self._backend: Any = getattr(controller, "storage_backend", None)

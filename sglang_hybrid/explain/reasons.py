@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from sglang_hybrid.core.records.nodes import Kind
-from sglang_hybrid.explain.cache_view import ExplainedCache, grid
-from sglang_hybrid.explain.decision_log import DecisionLog
+from sglang_hybrid.explain.decision_log import DecisionLog, grid
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     Decision,
@@ -28,6 +27,9 @@ from sglang_hybrid.explain.recent import ResumedFrom, newest
 from sglang_hybrid.serving.telemetry.stats import ChangingText, Evicted
 from sglang_hybrid.serving.tenants import Tenant
 
+if TYPE_CHECKING:
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+
 Events: TypeAlias = Sequence[tuple[int, list[Decision]]]
 """Decisions by position, as `Decisions.along` finds them."""
 
@@ -35,7 +37,7 @@ Events: TypeAlias = Sequence[tuple[int, list[Decision]]]
 class Reasons:
     """What was decided about one tenant's positions."""
 
-    def __init__(self, cache: ExplainedCache, decision_log: DecisionLog, whose: Tenant) -> None:
+    def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog, whose: Tenant) -> None:
         self._cache = cache
         self._decision_log = decision_log
         self.log = decision_log.decisions.of(whose)

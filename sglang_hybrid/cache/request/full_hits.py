@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.request.tree_match import is_plain
-from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.checkpoints.last_hidden import Answers, LastHidden, Wanted
 from sglang_hybrid.serving.per_request import PerRequest
 
@@ -25,11 +24,13 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+
 
 class FullHits:
     """The repeated prompts of one cache. most: hidden states that are kept; 0 turns it off."""
 
-    def __init__(self, cache: SglangCache, most: int) -> None:
+    def __init__(self, cache: HybridRadixCache, most: int) -> None:
         self._cache = cache
         self._most = most
         self._kept: OrderedDict[int, LastHidden] = OrderedDict()  # by the node at the prompt's end

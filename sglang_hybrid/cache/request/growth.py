@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import InsertResult
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
-    from sglang_hybrid.cache.sglang_cache import SglangCache
     from sglang_hybrid.core.records.nodes import Node
 
 
@@ -39,7 +39,7 @@ class PathGrowth:
     `shadow_tree`; None where SGLang's own order decides what is evicted.
     """
 
-    def __init__(self, cache: SglangCache, shadow_tree: ShadowTree | None) -> None:
+    def __init__(self, cache: HybridRadixCache, shadow_tree: ShadowTree | None) -> None:
         self._cache = cache
         self._shadow_tree = shadow_tree
         states_stay = envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get()

@@ -12,14 +12,13 @@ nothing of it is kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.serving.device_streams import on_stream
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import Imported, fields_of
@@ -33,18 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-
-class ComposingCache(SglangCache, Protocol):
-    """What is asked of a cache in which prompts are put together.
-
-    forward_stream: that of the forwards on a GPU, None on the CPU.
-    """
-
-    forward_stream: Any
-
-    def path_device_indices(self, node_id: int) -> torch.Tensor: ...
-
-    def order_behind_loads(self) -> None: ...
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 
 @dataclass
@@ -65,7 +53,7 @@ class ModularPrompts:
     """
 
     def __init__(
-        self, cache: ComposingCache, match: Callable[[MatchPrefixParams], MatchResult]
+        self, cache: HybridRadixCache, match: Callable[[MatchPrefixParams], MatchResult]
     ) -> None:
         self._cache = cache
         self._match = match

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
-    from sglang_hybrid.cache.sglang_cache import SglangCache
     from sglang_hybrid.checkpoints.planner import CheckpointPlan
     from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
     from sglang_hybrid.explain.decision_log import DecisionLog
@@ -30,7 +30,7 @@ class PoolStateSlots:
     """
 
     def __init__(
-        self, cache: SglangCache, shadow_tree: ShadowTree | None, decision_log: DecisionLog
+        self, cache: HybridRadixCache, shadow_tree: ShadowTree | None, decision_log: DecisionLog
     ) -> None:
         self.steps_ahead = 0
         self._cache = cache

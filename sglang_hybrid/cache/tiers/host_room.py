@@ -15,7 +15,7 @@ from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.startup import StartupError
 
 if TYPE_CHECKING:
-    from sglang_hybrid.cache.sglang_cache import SglangCache
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.core.costs.cost import CostModel
 
 
@@ -23,7 +23,7 @@ FEWEST_STATES = 8
 """State slots that even a small host has, as far as the device has so many."""
 
 
-def share_host_room(cache: SglangCache, cost: CostModel) -> None:
+def share_host_room(cache: HybridRadixCache, cost: CostModel) -> None:
     """Tell SGLang what its device pools count for when it sizes those of the host.
 
     By itself it makes both as large as their device pools times --hicache-ratio, or divides

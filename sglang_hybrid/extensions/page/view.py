@@ -11,14 +11,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.core.victims.pool import absorbed
-from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.decisions import Decision, KvLost, NotTaken, StateLost
 from sglang_hybrid.explain.explanation import Explanation
@@ -42,6 +41,8 @@ from sglang_hybrid.serving.tenants import tenant, tenant_names
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+
 BUSY_SECONDS = 0.0004
 """How long an answer may take while requests run: 1 % of the time between two (watch.py)."""
 
@@ -55,12 +56,6 @@ MOST_WAITING = 200_000
 
 SHOWN_TOKENS = 4_096
 """Of a node's edge or of a prompt, for its text."""
-
-
-class WatchedCache(ExplainedCache, Protocol):
-    """A cache that a page shows."""
-
-    report: Any
 
 
 @dataclass
@@ -83,7 +78,7 @@ class PageView:
     scheduler: whose requests use the cache; a hook sets it (hooks/scheduling.py).
     """
 
-    def __init__(self, cache: WatchedCache, decision_log: DecisionLog, what_if: WhatIf) -> None:
+    def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog, what_if: WhatIf) -> None:
         self.scheduler: Scheduler | None = None
         self._cache = cache
         self._log = decision_log
