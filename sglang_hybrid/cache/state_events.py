@@ -115,10 +115,10 @@ class StateEvents(KVCacheEventRecorder):
     # What SGLang calls.
 
     def record_store(self, node: Any, medium: Any = None, **_: Any) -> None:
-        """Not told: `take` tells what the records say."""
+        """Ignored: events are derived from the record tree in `take`."""
 
     def record_remove(self, node: Any, medium: Any = None) -> None:
-        """Not told, either."""
+        """Ignored, too."""
 
     def take(self) -> list[Any]:
         """What has changed since the last call, parents before children."""

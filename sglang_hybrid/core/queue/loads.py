@@ -50,11 +50,6 @@ class LoadCounts:
         possible = self.loads - self.no_time - self.no_room
         return self.used / possible if possible else None
 
-    @property
-    def in_vain(self) -> float:
-        """Of the bytes that were loaded ahead, the share that no request used."""
-        return self.wasted_bytes / self.loaded_bytes if self.loaded_bytes else 0.0
-
 
 Asked = TypeVar("Asked", contravariant=True)
 """The name of a waiting request that a loader is asked about."""

@@ -42,21 +42,6 @@ def best_prefixes(root: PrefixNode, budget: int, state_bytes: int, kv_bytes_per_
     return Plan(chosen, saved(chosen), cost(chosen, state_bytes, kv_bytes_per_token))
 
 
-def all_prefixes(root: PrefixNode, budget: int, state_bytes: int, kv_bytes_per_token: int) -> Plan:
-    """What is held if prefixes are prepared level by level until one does not fit."""
-    chosen: list[PrefixNode] = []
-    left = budget
-    for node in root.walk():
-        if node.parent is None:
-            continue
-        needed = state_bytes + (node.depth - node.parent.depth) * kv_bytes_per_token
-        if needed > left:
-            break
-        left -= needed
-        chosen.append(node)
-    return Plan(chosen, saved(chosen), budget - left)
-
-
 def saved(chosen: Sequence[PrefixNode]) -> float:
     """Expected tokens that a prompt need not compute if these nodes are held."""
     held = set(chosen)
