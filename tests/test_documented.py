@@ -27,9 +27,9 @@ from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 from sglang_hybrid.extensions.lab import shadow
 from sglang_hybrid.extensions.lab.program import main as replay
 from sglang_hybrid.hooks.patching import load_patches
-from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.config import VARIABLES, HybridConfig
+from sglang_hybrid.serving.flag_values import variable_name
 from sglang_hybrid.serving.telemetry.stats import Missed
-from sglang_hybrid.serving.variables import VARIABLES, variable
 from tests.documented import PAGES, ROOT, commands
 
 COMMANDS = sorted(commands())
@@ -282,7 +282,7 @@ def test_the_table_of_flags_is_complete() -> None:
 
 def test_the_table_of_variables_is_complete() -> None:
     told = set(re.findall(r"^\| `(SGLANG_\w+)` \|", FLAGS, re.MULTILINE))
-    assert told == {variable(name) for name in VARIABLES}
+    assert told == {variable_name(name) for name in VARIABLES}
 
 
 def test_every_word_of_a_report_is_explained() -> None:

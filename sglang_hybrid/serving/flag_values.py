@@ -132,6 +132,11 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def variable_name(field: str) -> str:
+    """The environment variable of a field of our settings."""
+    return "SGLANG_" + field.upper()
+
+
 nonnegative = number(0, MOST_SECONDS)
 count = whole(0)
 share = number(0, 1)

@@ -7,9 +7,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.config import PARTS, VARIABLES, HybridConfig
 from sglang_hybrid.serving.flag_values import TIER_CODECS, Admission, Eviction, Schedule, flag_name
-from sglang_hybrid.serving.variables import PARTS, VARIABLES
 
 
 def parse(*argv: str) -> HybridConfig:
