@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
@@ -292,15 +293,17 @@ class HybridConfig:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         cls.add_flags(parser)
         namespace, rest = parser.parse_known_args(list(argv))
-        variables = vars(_read(environment, VARIABLES))
+        variables = vars(_read(_said(environment, VARIABLES)))
         given = {name: variables[name] for name in VARIABLES if name in variables}
         return cls._from(given | vars(namespace)), rest
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> HybridConfig:
-        """What the variables say, defaults elsewhere; raises ValueError for a bad value."""
+        """The settings of this process: of its variables, defaults elsewhere. The same object as
+        long as they say the same. Raises ValueError for a bad value.
+        """
         names = (field.name for field in fields(cls) if field.name not in PARTS)
-        return cls._from(vars(_read(environment, names)))
+        return _parsed(_said(environment, names))
 
     def to_environment(self, environment: MutableMapping[str, str] | None = None) -> None:
         """Put every setting where `from_environment` finds it."""
@@ -373,14 +376,20 @@ PARTS = {setting.name for setting in fields(HybridConfig) if not setting.metadat
 """Settings that the value of another flag sets, as `--hybrid-eviction marconi:0.7`."""
 
 
-def _read(environment: Mapping[str, str] | None, names: Iterable[str]) -> argparse.Namespace:
-    """What the variables of these fields say, as their flags would. Raises ValueError."""
+def _said(environment: Mapping[str, str] | None, names: Iterable[str]) -> tuple[str, ...]:
+    """The variables of these fields as flags with their values."""
     environment = os.environ if environment is None else environment
-    argv = []
-    for name in names:
-        text = environment.get(variable_name(name))
-        if text is not None:
-            argv += [flag_name(name), text]
+    said = ((flag_name(name), environment.get(variable_name(name))) for name in names)
+    return tuple(word for flag, text in said if text is not None for word in (flag, text))
+
+
+@lru_cache(maxsize=1)
+def _parsed(argv: tuple[str, ...]) -> HybridConfig:
+    return HybridConfig._from(vars(_read(argv)))
+
+
+def _read(argv: Sequence[str]) -> argparse.Namespace:
+    """The values of variables that are given as flags. Raises ValueError."""
     parser = _Raising(add_help=False)
     HybridConfig.add_flags(parser)
     for name, read in VARIABLES.items():

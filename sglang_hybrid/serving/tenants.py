@@ -227,10 +227,9 @@ def own_headers() -> dict[str, str]:
     return {f"X-Hybrid-{HEADER}": secrets.token_hex(8)} if REQUIRED in _sources() else {}
 
 
-@lru_cache(maxsize=1)
-def _sources() -> frozenset[str]:
-    """What `--hybrid-tenants` says."""
-    return frozenset(HybridConfig.from_environment().hybrid_tenants.split(","))
+def _sources() -> list[str]:
+    """The words of `--hybrid-tenants`."""
+    return HybridConfig.from_environment().hybrid_tenants.split(",")
 
 
 def _key_part(http: Request) -> str:

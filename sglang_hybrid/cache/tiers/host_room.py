@@ -11,7 +11,6 @@ from sglang.srt.runtime_context import get_memory
 
 from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.startup import StartupError
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def share_host_room(cache: HybridRadixCache, cost: CostModel) -> None:
     pool.host_capacity_tokens = slots
     pool.host_capacity_bytes = pool.host_capacity_tokens * cost.state_bytes
     memory = get_memory()  # what is in force, also without either flag
-    exact = not HybridConfig.from_environment().smaller_copies
+    exact = not cache.options.smaller_copies
     if exact and memory.hicache_ratio and not memory.hicache_size:
         ratio = memory.hicache_ratio
         asked = ratio * (kv_pool.host_capacity_bytes + pool.host_capacity_bytes)

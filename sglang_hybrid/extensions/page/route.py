@@ -88,9 +88,8 @@ def _check() -> None:
         raise Refused(why, HTTPStatus.NOT_FOUND)
 
 
-@lru_cache(maxsize=1)
 def shown() -> Ui:
-    """What the page shows of prompts."""
+    """The parts of prompts that the page shows."""
     return HybridConfig.from_environment().hybrid_ui
 
 

@@ -101,13 +101,9 @@ def are_gathered(manager: Any, prompt: Any) -> bool:
 
     manager: SGLang's TokenizerManager.
     """
-    decides = manager.server_args.radix_cache_backend == BACKEND and _is_judicious()
+    decides = manager.server_args.radix_cache_backend == BACKEND
+    decides = decides and HybridConfig.from_environment().is_judicious
     return decides and type(prompt) is TokenizedGenerateReqInput and prompt.mm_inputs is None
-
-
-@lru_cache(maxsize=1)
-def _is_judicious() -> bool:
-    return HybridConfig.from_environment().is_judicious
 
 
 @lru_cache(maxsize=1)
