@@ -258,10 +258,6 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
-
-
 def test_tests_are_there() -> None:
     files = [word for one in of(TESTS) for word in words(one) if word.endswith(".py")]
     assert files and all((ROOT / name).exists() for name in files)

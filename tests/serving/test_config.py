@@ -156,12 +156,6 @@ def visible(parser: argparse.ArgumentParser) -> list[str]:
     return [one.option_strings[0] for one in parser._actions if one.help != argparse.SUPPRESS]
 
 
-def test_help_shows_eighteen_flags_of_ours_at_most() -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    HybridConfig.add_flags(parser)
-    assert len(visible(parser)) <= 18
-
-
 def test_a_field_is_a_flag_or_a_variable_or_a_part_of_a_flag() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     HybridConfig.add_flags(parser)
