@@ -1,5 +1,5 @@
-"""What is learnt of requests that ended: by the tuner, by the history of prompts, and by the queue,
-which may expect the session to come back.
+"""Learns from requests that ended: by the tuner, by the history of prompts, and by the queue, which
+may expect the session to come back.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Endings:
             self._forget(next(iter(self._sessions)))
 
     def _forget(self, session: str) -> tuple[npt.NDArray[np.int64], Hashable] | None:
-        """What is remembered of ``session``, which is not from now on."""
+        """Remove and return what is remembered of ``session``."""
         last = self._sessions.pop(session, None)
         self._session_tokens -= 0 if last is None else len(last[0])
         return last

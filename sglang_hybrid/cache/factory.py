@@ -106,7 +106,7 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
 
 
 def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> ServerSetup:
-    """What this rank serves with, for advice."""
+    """The settings that this rank serves with, for advice."""
     from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
     from sglang.srt.runtime_context import (
         attention_backends,

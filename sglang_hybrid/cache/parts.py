@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Parts:
-    """What decides, counts and records in one cache.
+    """The parts of one cache that decide, count and record.
 
     start: the policy that the flags start with. account: of one memory, None where KV and states
     have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
@@ -83,7 +83,7 @@ class Parts:
     step_clock: StepClock = field(default_factory=StepClock)
 
     def could_hold(self, kv_tokens: int, states: int) -> bool:
-        """Whether one memory could hold so much if nothing else were there; of two pools, True."""
+        """True if one memory could hold so much if nothing else were there; of two pools, True."""
         if self.account is None:
             return True
         needed = kv_tokens * self.cost.kv_bytes_per_token + states * self.cost.state_bytes

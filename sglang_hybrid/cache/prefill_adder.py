@@ -106,7 +106,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         return result
 
     def _slots_fit(self, req: Req, needed: int) -> bool:
-        """Whether `needed` slots of its own are free or evictable, beside those promised."""
+        """True if `needed` slots of its own are free or evictable, beside those promised."""
         if isinstance(self.memory_budget, SharedBudget):
             return self.memory_budget.slots_fit(needed + self._source(req), req.prefix_len)
         free = free_slots(self.tree_cache.req_to_token_pool.mamba_allocator)
@@ -149,7 +149,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         return AddReqResult.OTHER if self._chunk_waits else super().budget_state()
 
     def _chunk_fits(self, req: Req) -> bool:
-        """Whether there is memory now for the chunk that SGLang would take, for a token behind it,
+        """True if there is memory now for the chunk that SGLang would take, for a token behind it,
         and for the next step of the running requests.
         """
         limits = [self.rem_chunk_tokens, self.chunked_req_limit, int(self.rem_total_tokens)]
@@ -165,7 +165,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         return int(self.running_batch.new_tokens_required_next_decode())
 
     def _gives_way(self, req: Req) -> bool:
-        """Whether a prefill that does not fit must give back its memory: to running requests that
+        """True if a prefill that does not fit must give back its memory: to running requests that
         could not go on otherwise, or because nothing runs whose end it could wait for. Not while
         its last chunk is computed, nor while it is sent to another server.
         """

@@ -1,4 +1,4 @@
-"""What a step of a request has computed goes into the tree: its KV, and the states it has left."""
+"""Publishes what a step of a request has computed: its KV, and the states it has left."""
 
 from __future__ import annotations
 

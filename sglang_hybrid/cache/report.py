@@ -1,4 +1,4 @@
-"""What a cache tells of itself: the block of /server_info, and Prometheus metrics."""
+"""The report of a cache: the block of /server_info, and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CacheReport:
 
     @property
     def answers(self) -> AnswerModels | None:
-        """What answers tell of a return, by tenant; None where nothing is expected of them."""
+        """The models of answers, by tenant; None where nothing is expected of answers."""
         shadow_tree = self._parts.shadow_tree
         history = None if shadow_tree is None else shadow_tree.history
         return None if history is None else history.answers
@@ -60,7 +60,7 @@ class CacheReport:
 
     @property
     def pins(self) -> Pins | None:
-        """What clients pinned; None where SGLang's own order decides what is evicted."""
+        """The pins of clients; None where SGLang's own order decides what is evicted."""
         shadow_tree = self._parts.shadow_tree
         return None if shadow_tree is None else shadow_tree.tree.pins
 

@@ -42,7 +42,7 @@ class ResumableView:
         self._walks: dict[str, Iterator[list[PlacedBlocks]]] = {}
 
     def handlers(self) -> list[tuple[type, Callable[[Any], Any]]]:
-        """What the scheduler's dispatcher must know."""
+        """The handlers that the scheduler's dispatcher must know."""
         return [(ResumableReq, self.answer)]
 
     def publish(self) -> None:

@@ -86,7 +86,7 @@ class Tuning:
 
     @property
     def listens(self) -> bool:
-        """Whether it must be told of requests that ended."""
+        """True if it must be told of requests that ended."""
         return (self.tuner, self.file, self.recorder) != (None, None, None)
 
     def finished(
@@ -145,7 +145,7 @@ class Tuning:
         )
 
     def _room(self) -> Split | int:
-        """What running requests leave to the cache."""
+        """The room that running requests leave to the cache."""
         cache, tree = self._cache, self._cache.tree_core
         allocator = cache.token_to_kv_pool_allocator
         kv = int(tree.full_evictable_size() + tree.full_protected_size())
@@ -161,7 +161,7 @@ class Tuning:
         return Split(kv + int(allocator.available_size()), states)
 
     def poll(self) -> list[PolicySwitch | SpeedsMeasured | LearntBefore]:
-        """What the first rank sends to all of them with the requests of this step."""
+        """The message of the first rank to all ranks, with the requests of this step."""
         switch = None if self.tuner is None else self.tuner.poll()
         learnt = [] if self._parts.learning is None else self._parts.learning.poll()
         return [*([] if switch is None else [switch]), *self._parts.speeds.poll(), *learnt]
@@ -180,7 +180,7 @@ class Tuning:
         )
 
     def handlers(self) -> list[tuple[type, Callable[[Any], None]]]:
-        """What the scheduler's dispatcher must know."""
+        """The handlers that the scheduler's dispatcher must know."""
         learnt: list[tuple[type, Callable[[Any], None]]]
         learning = self._parts.learning
         learnt = [] if learning is None else [(LearntBefore, learning.restore)]
@@ -194,7 +194,7 @@ class Tuning:
 
     @property
     def advice(self) -> list[str]:
-        """What would hit more of the traffic that there was, a sentence each."""
+        """The settings that would have hit more of the past traffic, a sentence each."""
         return [self.splits.advice] if self.splits is not None and self.splits.advice else []
 
     def info(self) -> dict[str, Any] | None:
@@ -207,7 +207,7 @@ class Tuning:
 
 
 def make_tuning(cache: HybridRadixCache, parts: Parts, rank: int | None) -> Tuning:
-    """What may change the policy in `cache`.
+    """The object that may change the policy in `cache`.
 
     rank: which of several caches with requests of their own this is; None if another rank receives
     its requests. Raises `RecordingError` if requests cannot be recorded where they should be.

@@ -1,4 +1,4 @@
-"""What the cache records so that it can say later why something was not hit.
+"""Records of the cache's decisions, so that it can say later why something was not hit.
 
 Only `explanation.py` and its parts read it, and no decision depends on it. A state that is evicted
 or not taken costs a prefix hash: the tokens of its own edge, or those that the prefill computes,
@@ -178,7 +178,7 @@ class DecisionLog:
         return 0 if seen is None else seen.known or 0
 
     def ends_at_grid(self, kv: int, usable: int, known: int | None) -> bool:
-        """Whether a prompt's KV ends after `kv` of `usable` tokens because SGLang tracks the states
+        """True if a prompt's KV ends after `kv` of `usable` tokens because SGLang tracks the states
         and keeps KV up to the last one only, if no eviction is the reason. known: tokens that were
         sent before; where that is not remembered, the last state on the grid ends it.
         """
@@ -190,7 +190,7 @@ class DecisionLog:
         return known > kv
 
     def has_lost_kv(self, req: Req, kv: int) -> bool:
-        """Whether an eviction of KV behind the first `kv` tokens of a prompt is remembered."""
+        """True if an eviction of KV behind the first `kv` tokens of a prompt is remembered."""
         lost = self.decisions.of(tenant_of(req)).along(req.origin_input_ids)
         return any(
             isinstance(event, KvLost) and event.end > kv for _, there in lost for event in there

@@ -35,7 +35,7 @@ class Explainer:
         self._decision_log = decision_log
 
     def handlers(self) -> list[tuple[type, Callable[[Any], Any]]]:
-        """What the scheduler's dispatcher must know."""
+        """The handlers that the scheduler's dispatcher must know."""
         return [(ExplainReq, self.answer), (ResidencyReq, PrefixTiers(self._cache).answer)]
 
     def answer(self, asked: ExplainReq) -> ExplainReqOutput:

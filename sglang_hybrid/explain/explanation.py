@@ -43,7 +43,7 @@ class Explanation:
         self._reasons = Reasons(cache, decision_log, whose)
 
     def of_prompt(self, prompt: array[int]) -> MissReport:
-        """What a request with this prompt would find now."""
+        """The explanation of what a request with this prompt would find now."""
         usable = self._stored.usable(len(prompt))
         path, kv = self._stored.walk(prompt, usable)
         below, used = self._stored.below(path, len(prompt)), self._stored.deepest(path)
@@ -77,7 +77,7 @@ class Explanation:
         )
 
     def of_request(self, request_id: str, seen: RecentRequest) -> MissReport:
-        """What this request found when it came, and what it left."""
+        """The explanation of what this request found when it came, and what it left."""
         usable = self._stored.usable(len(seen.tokens))
         hit = seen.report.hit_tokens
         everything = list(self._reasons.log.along(seen.tokens))

@@ -78,9 +78,9 @@ class PrefixTiers:
 
 
 class DiskPrefixes:
-    """Which of several prefixes are on disk. The hash of a prefix continues that of the prefix
-    above it, and a prefix below one that is not on disk is not hashed at all, because the scheduler
-    waits for the answer.
+    """A mask of prefixes that are on disk. The hash of a prefix continues that of the prefix above
+    it, and a prefix below one that is not on disk is not hashed at all, because the scheduler waits
+    for the answer.
     """
 
     def __init__(self, cache: HybridRadixCache) -> None:
@@ -95,14 +95,16 @@ class DiskPrefixes:
         self._asked.append((parent, key))
 
     def holds(self, number: int) -> tuple[bool, bool]:
-        """Whether all KV of a prefix is there, and the state at its end."""
+        """True if all KV of a prefix is there, and the state at its end."""
         last_page = self._last_page(number) if self._backend is not None else None
         if last_page is None:
             return False, False
         return True, self._knows(PoolName.MAMBA, [last_page])
 
     def _last_page(self, asked: int) -> str | None:
-        """What the last page of a prefix is stored as; None if not all its pages are there."""
+        """The key under which the last page of a prefix is stored; None if not all its pages are
+        there.
+        """
         above = []  # itself and those above it that were not looked up yet, the deepest first
         number = asked
         while number >= 0 and number not in self._last_pages:

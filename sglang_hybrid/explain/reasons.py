@@ -35,7 +35,7 @@ Events: TypeAlias = Sequence[tuple[int, list[Decision]]]
 
 
 class Reasons:
-    """What was decided about one tenant's positions."""
+    """The decisions about one tenant's positions."""
 
     def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog, whose: Tenant) -> None:
         self._cache = cache
@@ -121,9 +121,9 @@ class Reasons:
         known: int | None,
         changing_text: ChangingText | None,
     ) -> Unstored | None:
-        """What lies behind the stored KV. An evicted edge tells of it if the prompt goes on along
-        that edge: to its end, or as far as the history knows the prompt. changing_text: the reason
-        of the miss, if it is one.
+        """The reason why nothing is stored behind the stored KV. An evicted edge tells of it if the
+        prompt goes on along that edge: to its end, or as far as the history knows the prompt.
+        changing_text: the reason of the miss, if it is one.
         """
         if kv >= usable:
             return None

@@ -1,4 +1,4 @@
-"""What the tree holds of a prompt, read without a change of the tree."""
+"""The stored part of a prompt, read without a change of the tree."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class StoredPath(NamedTuple):
-    """What the tree holds of a key. nodes: those that the key covers to their end, each with its
-    depth. part: the node within whose edge the key ends or leaves the tree. kv: tokens with KV on
-    the device or in host memory.
+    """The stored part of a key. nodes: those that the key covers to their end, each with its depth.
+    part: the node within whose edge the key ends or leaves the tree. kv: tokens with KV on the
+    device or in host memory.
     """
 
     nodes: list[tuple[int, UnifiedTreeNode]]
@@ -59,7 +59,7 @@ def prefix_key(cache: HybridRadixCache, tokens: array[int], whose: Tenant, limit
 
 
 class StoredPrefixes:
-    """What one tenant's prompts find in the tree."""
+    """Look-ups of one tenant's prompts in the tree."""
 
     def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog, whose: Tenant) -> None:
         self._cache = cache

@@ -251,17 +251,17 @@ class HybridConfig:
 
     @property
     def codes_entries(self) -> bool:
-        """Whether entries are kept coded on the device instead of being evicted."""
+        """True if entries are kept coded on the device instead of being evicted."""
         return self.hybrid_device_codec is not DeviceCodec.OFF
 
     @property
     def is_judicious(self) -> bool:
-        """Whether states are kept only where they are likely to be used again."""
+        """True if states are kept only where they are likely to be used again."""
         return self.hybrid_admission is Admission.JUDICIOUS
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a policy was asked for by name or by its alpha."""
+        """True if a policy was asked for by name or by its alpha."""
         return self.hybrid_eviction is not Eviction.AUTO or self.hybrid_alpha is not None
 
     @property
@@ -274,7 +274,7 @@ class HybridConfig:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether other policies are tried on the traffic."""
+        """True if other policies are tried on the traffic."""
         return not self.pinning_flag and self.hybrid_tuner_workers > 0
 
     @staticmethod

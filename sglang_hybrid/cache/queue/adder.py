@@ -30,7 +30,7 @@ class ScheduledPrefillAdder(PrefillAdder):
                 self.schedule.loads.ahead.places = kwargs.get("max_running_requests") or 1
 
     def can_run(self, req: Req) -> bool:
-        """Whether it is the turn of `req`."""
+        """True if it is the turn of `req`."""
         return self.schedule is None or self.schedule.can_run(req)
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:

@@ -86,7 +86,7 @@ class ServedQueue:
         self._arranged = self._as_it_is(queue)
 
     def can_run(self, req: Req) -> bool:
-        """Whether `req` overtakes no request that may be overtaken no more."""
+        """True if `req` overtakes no request that may be overtaken no more."""
         return self._waiting.can_run(req)
 
     def on_start(self, req: Req) -> None:
@@ -135,7 +135,7 @@ class ServedQueue:
         self.loads.step(self._waiting.front, self.clock.now)
 
     def _needs_time(self, seconds: float) -> bool:
-        """Whether ticks are to be sent often."""
+        """True if ticks are to be sent often."""
         expects = self.loads is not None and len(self.loads.returns) > 0
         return expects or bool(self._waiting.front)
 
@@ -166,7 +166,7 @@ class ServedQueue:
         return self.clock.now if arrival is None else arrival
 
     def _look_up(self, req: Req) -> Found:
-        """What `req` could reuse now."""
+        """The prefix that `req` could reuse now."""
         tokens = req.origin_input_ids
         if req.output_ids:  # it was retracted
             tokens = tokens + req.output_ids

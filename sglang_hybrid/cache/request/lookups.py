@@ -1,4 +1,4 @@
-"""What requests found in the cache, and what is reported of it; an access is counted here only."""
+"""Look-ups of requests, and their reports; an access is counted here only."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class LookUps:
         return self._cache.ways
 
     def __contains__(self, req: Req) -> bool:
-        """Whether a look-up of `req` was counted."""
+        """True if a look-up of `req` was counted."""
         return req in self._reports
 
     def report(self, req: Req) -> RequestReport | None:
-        """What is reported of `req` by now."""
+        """The report of `req` by now."""
         return self._reports.get(req)
 
     def hit_tokens(self, req: Req) -> int:

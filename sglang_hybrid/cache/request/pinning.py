@@ -1,4 +1,4 @@
-"""What clients pin: the nodes of their positions are pinned once they are in the tree."""
+"""Pins of clients: the nodes of their positions are pinned once they are in the tree."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Composition:
-    """What became of one prompt. composed: tokens whose KV was taken from segments, 0 where it was
+    """The result for one prompt. composed: tokens whose KV was taken from segments, 0 where it was
     computed as a whole.
     """
 
@@ -45,7 +45,7 @@ class Composition:
 
 
 class ModularPrompts:
-    """Those of one cache.
+    """The prompts of one cache that are put together from segments.
 
     Args:
         cache: whose tree has the segments.
@@ -60,7 +60,7 @@ class ModularPrompts:
         self._known: PerRequest[Composition] = PerRequest()
 
     def prepare(self, params: MatchPrefixParams) -> MatchPrefixParams:
-        """What to look up for a request: its prompt, or nothing if that must be computed whole."""
+        """The key to look up for a request: its prompt, or nothing if it must be computed whole."""
         req = params.req
         asked = None if req is None else fields_of(req).imported
         if req is None or asked is None:

@@ -131,7 +131,7 @@ class AheadLoads:
         return tree.kv_pool.score_of_copy(record), tree.state_pool.score_of_copy(record)
 
     def _make_room(self, tokens: int, states: int, worth: tuple[float, float] | None) -> bool:
-        """Whether so much is free, after others were evicted: what nobody waits for and is worth no
+        """True if so much is free, after others were evicted: what nobody waits for and is worth no
         more than `worth` (among KV, among states), or without it all that no request holds.
         """
         cache = self._cache
@@ -160,6 +160,6 @@ class AheadLoads:
 
 
 def _gives_way(pool: Pool, worth: float) -> bool:
-    """Whether there is a victim that is worth no more, and nobody waits for it."""
+    """True if there is a victim that is worth no more, and nobody waits for it."""
     found = pool.cheapest(last_resort=True)
     return found is not None and found[1] <= worth and not found[0].standing

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 OFTEN = 8
-"""How many times the next victims are looked for while requests fill the memory above the
-watermark."""
+"""The number of times that the next victims are looked for while requests fill the memory above the
+watermark.
+"""
 
 
 class Offload:
@@ -30,7 +31,7 @@ class Offload:
 
     @property
     def is_on(self) -> bool:
-        """Whether it copies anything."""
+        """True if it copies anything."""
         return self._watermark < 1
 
     def step(self) -> None:
@@ -55,7 +56,7 @@ class Offload:
         return used - int(self._watermark * whole)
 
     def _nothing_new(self) -> bool:
-        """Whether what would be evicted next is what it was when all of that was copied."""
+        """True if what would be evicted next is what it was when all of that was copied."""
         kinds = (Scarce.KV, Scarce.STATES)
         memories = [self._memory(kind) for kind in kinds]
         if all(used <= self._watermark * whole for used, whole in memories):

@@ -1,5 +1,5 @@
-"""How the host's room is divided between KV and states: by how many checkpoints there are; and
-whether the machine has so much.
+"""Divides the host's room between KV and states, by the number of checkpoints, and checks that the
+machine has so much.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a server has below its device, for the tuner, which replays requests in the same tiers."""
+"""The tiers below a server's device, for the tuner, which replays requests in the same tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which loads begin ahead of their request's turn: decided here, for a server and for a replay."""
+"""Loads that begin ahead of their request's turn."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class LoadsAhead(Generic[Name]):
         return len(self._loads)
 
     def is_under_way(self, name: Name) -> bool:
-        """Whether a load for `name` has begun and not arrived."""
+        """True if a load for `name` has begun and not arrived."""
         load = self._loads.get(name)
         return load is not None and load.under_way
 

@@ -96,7 +96,7 @@ class Arrivals:
 
 
 def are_gathered(manager: Any, prompt: Any) -> bool:
-    """Whether a tokenized prompt is sent together with others: on a server whose cache decides
+    """True if a tokenized prompt is sent together with others: on a server whose cache decides
     itself which states it keeps. SGLang sends images and what belongs to them one by one.
 
     manager: SGLang's TokenizerManager.
@@ -108,7 +108,7 @@ def are_gathered(manager: Any, prompt: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def arrivals_of(manager: Any, send: Callable[[Any, Any], Awaitable[None]]) -> Arrivals:
-    """Those of a tokenizer manager. send: SGLang's function that sends one prompt."""
+    """The arrivals of a tokenizer manager. send: SGLang's function that sends one prompt."""
 
     def is_busy() -> bool:
         return any(state.dispatched for state in manager.rid_to_state.values())

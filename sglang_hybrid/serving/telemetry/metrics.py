@@ -146,9 +146,9 @@ def _policy(cache: CacheReport) -> Iterator[Metric]:
 
 
 def answer_metrics(models: AnswerModels) -> Iterator[Metric]:
-    """What was expected of answers, against what happened: gauges, since an answer that was given
-    up may be returned to after all. And how many tenants' models there are, and what was forgotten
-    of them where memory was short.
+    """Expectations of answers, against what happened: gauges, since an answer that was given up may
+    be returned to after all. And how many tenants' models there are, and what was forgotten of them
+    where memory was short.
     """
     seen = models.calibration
 
@@ -184,7 +184,7 @@ def answer_metrics(models: AnswerModels) -> Iterator[Metric]:
 
 
 def pin_metrics(pins: Pins) -> Iterator[Metric]:
-    """What clients pinned, and what became of it."""
+    """Metrics of the pins of clients."""
     about = "Positions that are pinned."
     yield Metric(PREFIX + "pins", about, lambda: len(pins), is_gauge=True)
     about = "Bytes of the states and the KV that are pinned."
