@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_room(store: ObjectStore, more: int) -> bool:
-    """Whether a file of so many bytes fits, once what is worth less is removed."""
+    """True if a file of so many bytes fits, once what is worth less is removed."""
     if max(_over_budget(store, more), _too_full(store, more)) <= 0:
         return True
     if 0 < store.budget < more:

@@ -1,4 +1,4 @@
-"""What the page is told of one cache, by its scheduler. Nothing is recorded until somebody looks.
+"""The page's view of one cache, in its scheduler. Nothing is recorded until somebody looks.
 
 All ranks of a group answer alike and the first one's answer is sent. Answers only read, so they may
 differ without harm: how many nodes one tells is bounded by time.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 BUSY_SECONDS = 0.0004
-"""How long an answer may take while requests run: 1 % of the time between two (watch.py)."""
+"""Seconds that an answer may take while requests run: 1 % of the time between two (watch.py)."""
 
 IDLE_SECONDS = 0.02
 EVENTS = 1_024
@@ -94,7 +94,7 @@ class PageView:
         )
 
     def handlers(self) -> list[tuple[type, Callable[[Any], Any]]]:
-        """What the scheduler's dispatcher must know."""
+        """The handlers that the scheduler's dispatcher must know."""
         return [
             (WatchReq, self.watch),
             (NodeReq, self.node),
@@ -105,7 +105,7 @@ class PageView:
     # What has changed.
 
     def watch(self, asked: WatchReq) -> WatchReqOutput:
-        """What `asked.reader` does not know yet."""
+        """The changes that `asked.reader` does not know yet."""
         if self._cache.shadow_tree is None:
             return WatchReqOutput(
                 error="nothing is recorded under --hybrid-eviction sglang-lru or without a cache."
@@ -345,7 +345,7 @@ class PageView:
         )
 
     def try_others(self, asked: WhatIfReq) -> WhatIfReqOutput:
-        """How far the replay of recent requests is."""
+        """The progress of the replay of recent requests."""
         if asked.begin:
             self._what_if.begin()
         return self._what_if.answer()
