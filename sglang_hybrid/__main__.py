@@ -63,7 +63,7 @@ def overview() -> str:
 
 
 def _wrong(name: str) -> str:
-    """What is wrong with a first argument that names no command."""
+    """The error message for a first argument that names no command."""
     if name.startswith("-"):
         flag = plain(name.partition("=")[0])
         return f"a command comes before flags; to start a server, write {PROGRAM} serve {flag} ..."

@@ -1,4 +1,4 @@
-"""What SGLang loads in every process it starts (entry points, pyproject.toml)."""
+"""The plugin that SGLang loads in every process it starts (entry points, pyproject.toml)."""
 
 import importlib.metadata
 import logging

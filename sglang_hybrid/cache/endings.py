@@ -1,12 +1,12 @@
-"""What is learnt of requests that ended: by the tuner, by the history of prompts, and by the queue,
-which may expect the session to come back.
+"""Learns from requests that ended: by the tuner, by the history of prompts, and by the queue, which
+may expect the session to come back.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_hybrid.cache.parts import Parts
-    from sglang_hybrid.cache.planning import PrefillPlans
-    from sglang_hybrid.cache.queue.served_queue import ServedQueue
-    from sglang_hybrid.cache.request.segments import ModularPrompts
-    from sglang_hybrid.cache.tuning import Tuning
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 MOST_SESSION_TOKENS: Final = 1 << 22
 """Of the last sequences of all open sessions that SGLang's flag names, 32 MiB; beyond it, the close
@@ -30,22 +27,10 @@ of those that were used longest ago tells nothing.
 """
 
 
-class EndingCache(Protocol):
-    """What is asked of the cache whose requests end."""
-
-    enable_session_radix_cache: bool
-    session_refs: Any
-    tree_core: Any
-    tuning: Tuning
-    schedule: ServedQueue | None
-    modular: ModularPrompts
-    plans: PrefillPlans
-
-
 class Endings:
     """Tells of the requests of one cache that ended. ``parts``: ours of the cache."""
 
-    def __init__(self, cache: EndingCache, parts: Parts) -> None:
+    def __init__(self, cache: HybridRadixCache, parts: Parts) -> None:
         self._cache = cache
         self._shadow_tree = parts.shadow_tree
         self._learning = parts.learning
@@ -124,7 +109,7 @@ class Endings:
             self._forget(next(iter(self._sessions)))
 
     def _forget(self, session: str) -> tuple[npt.NDArray[np.int64], Hashable] | None:
-        """What is remembered of ``session``, which is not from now on."""
+        """Remove and return what is remembered of ``session``."""
         last = self._sessions.pop(session, None)
         self._session_tokens -= 0 if last is None else len(last[0])
         return last

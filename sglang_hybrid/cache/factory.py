@@ -25,7 +25,7 @@ from sglang_hybrid.checkpoints.support import (
     why_no_full_hits,
     why_unplanned,
 )
-from sglang_hybrid.explain.cache_view import grid
+from sglang_hybrid.explain.decision_log import grid
 from sglang_hybrid.serving.advice import ServerSetup, advise, who_sees_the_page
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.data_parallel import ignores_prefixes
@@ -104,7 +104,7 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
 
 
 def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> ServerSetup:
-    """What this rank serves with, for advice."""
+    """The settings that this rank serves with, for advice."""
     from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
     from sglang.srt.runtime_context import (
         attention_backends,

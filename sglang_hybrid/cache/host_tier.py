@@ -90,7 +90,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
 
     @property
     def copies_at_once(self) -> bool:
-        """Whether what ended requests left is copied then: for a disk, or if nothing is copied
+        """True if what ended requests left is copied then: for a disk, or if nothing is copied
         later in the background.
         """
         late = self.offload is not None and self.offload.is_on
@@ -146,8 +146,8 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         return super()._evict_device_leaf(node_id, tracker)
 
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
-        """What SGLang writes through as it is inserted is copied later (`take_due_copies`,
-        `Offload`).
+        """Put off what SGLang writes through as it is inserted: it is copied later
+        (`take_due_copies`, `Offload`).
         """
         if self.ways is None:
             return int(super()._execute_and_commit_kv_backup(action, write_back))
@@ -200,7 +200,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         return tokens, states
 
     def flush_pending_backups(self) -> None:
-        """What was to be copied at once, and is held by no request any more, is copied now."""
+        """Copy now what was to be copied at once and is held by no request any more."""
         if self.ways is not None:
             for node in self.tree_core.take_due_copies():
                 self.copy_to_host(node)
@@ -243,7 +243,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
             order_behind(ack.finish_event)
 
     def _room_to_load(self, params: Any, req: Req) -> bool:
-        """Whether the request can have a slot; SGLang asserts it (mamba.py, prepare_load_back)."""
+        """True if the request can have a slot; SGLang asserts it (mamba.py, prepare_load_back)."""
         if not self.is_mamba_enabled or req.kv.holds_mamba:
             return True
         lock = self.inc_lock_ref(params.best_match_node)
@@ -282,7 +282,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         self.ways.backlog = sum(link.seconds(ack.num_bytes) for ack in left)
 
     def _acks(self, queue: str) -> list[Any]:
-        """What waits in a queue of SGLang's controller, the oldest first."""
+        """The operations that wait in a queue of SGLang's controller, the oldest first."""
         return [] if self.cache_controller is None else list(getattr(self.cache_controller, queue))
 
     # In the background.
@@ -294,13 +294,13 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
 
     @property
     def requests_wait(self) -> bool:
-        """Whether requests waited when a batch was last filled."""
+        """True if requests waited when a batch was last filled."""
         return self.plans.prefix_wait.any_wait
 
     # Reports.
 
     def tiers_info(self) -> dict[str, Any] | None:
-        """What each tier holds and what went between them; None without tiers."""
+        """The contents of each tier and the transfers between them; None without tiers."""
         if self.ways is None:
             return None
         placement = self.shadow_tree.placement

@@ -70,7 +70,7 @@ def split_path(server_args: Any) -> Path | None:
 
 
 def read_split(path: Path) -> LearntSplit | None:
-    """What was written there; None where there is nothing, or nothing that can be read."""
+    """The split that was written there; None where there is none that can be read."""
     try:
         return msgspec.json.decode(read_file(path, MOST_BYTES), type=LearntSplit)
     except (FileNotFoundError, NotADirectoryError):

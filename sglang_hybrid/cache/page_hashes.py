@@ -45,7 +45,8 @@ def compile_hashes(server_args: ServerArgs) -> None:
 def plain_hash(
     ids: Any, length: int, width: int, is_bigram: bool, prior: bytes | None, page: int | None
 ) -> str | list[str]:
-    """What SGLang's C++ function `get_hash` says (mem_cache/cpp_utils/hash_binding.cpp), in hex.
+    """The result of SGLang's C++ function `get_hash` (mem_cache/cpp_utils/hash_binding.cpp), in
+    hex.
 
     ids: an array of token ids, `width` for each of `length` units, or of length + 1 ids whose pairs
     of neighbours are the units (`is_bigram`). page: units of a page; None: all are one page, whose

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import (
@@ -20,7 +20,7 @@ from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.queue.clock import StepClock
 from sglang_hybrid.cache.records.shadow_tree import ShadowTree
 from sglang_hybrid.cache.request.full_hits import FullHits
-from sglang_hybrid.cache.request.lookups import LookedUpCache, LookUps
+from sglang_hybrid.cache.request.lookups import LookUps
 from sglang_hybrid.cache.request.pinning import make_pins
 from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
@@ -32,7 +32,6 @@ from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.systems import Spec, make_policies
-from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.serving.flag_values import Eviction
@@ -44,19 +43,16 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from sglang_hybrid.cache.coded.entries import CodedEntries
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.memory.account import MemoryAccount
     from sglang_hybrid.extensions.disk.learning import Learning
     from sglang_hybrid.serving.config import HybridConfig
 
 
-class OurCache(LookedUpCache, ExplainedCache, Protocol):
-    """SGLang's cache with our choice of victims, whose look-ups and decisions are recorded."""
-
-
 @dataclass(eq=False)
 class Parts:
-    """What decides, counts and records in one cache.
+    """The parts of one cache that decide, count and record.
 
     start: the policy that the flags start with. account: of one memory, None where KV and states
     have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
@@ -86,7 +82,7 @@ class Parts:
     step_clock: StepClock = field(default_factory=StepClock)
 
     def could_hold(self, kv_tokens: int, states: int) -> bool:
-        """Whether one memory could hold so much if nothing else were there; of two pools, True."""
+        """True if one memory could hold so much if nothing else were there; of two pools, True."""
         if self.account is None:
             return True
         needed = kv_tokens * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
@@ -94,7 +90,7 @@ class Parts:
 
 
 def build_parts(
-    cache: OurCache,
+    cache: HybridRadixCache,
     params: CacheInitParams,
     options: HybridConfig,
     cost: CostModel | None,

@@ -1,5 +1,5 @@
-"""Which states the prefills of a cache's requests leave: from the first try to admit a request to
-the states that its prefill has left.
+"""Plans the states that the prefills of a cache's requests leave: from the first try to admit a
+request to the states that its prefill has left.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PrefillPlans:
         return found
 
     def history_match(self, req: Req) -> HistoryMatch | None:
-        """What was known of the prompt of ``req`` when it was planned last."""
+        """The match of the prompt of ``req`` with the history when it was planned last."""
         return self._history_matches.get(req)
 
     def plan(self, req: Req) -> None:
@@ -112,7 +112,7 @@ class PrefillPlans:
 
     @property
     def splits_prefills(self) -> bool:
-        """Whether a prefill must stop where a state is wanted."""
+        """True if a prefill must stop where a state is wanted."""
         return self.planner is not None and not self.planner.one_pass
 
     def next_cut(self, req: Req, start: int, end: int) -> int | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, _PrefillAdmission
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_disagg
 
 from sglang_hybrid.cache.memory.shared import SharedBudget, shared_memory
-from sglang_hybrid.cache.queue.adder import QueuedCache, ScheduledPrefillAdder
+from sglang_hybrid.cache.queue.adder import ScheduledPrefillAdder
 from sglang_hybrid.cache.state_slots.slots import free_slots, send_back
 from sglang_hybrid.core.costs.cost import ENDLESS
 
@@ -22,24 +22,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
-    from sglang_hybrid.cache.planning import PrefillPlans
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
-    from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 logger = logging.getLogger(__name__)
-
-
-class AdmittingCache(QueuedCache, Protocol):
-    """What the adder asks of its cache, beside what SGLang's adder asks."""
-
-    slots: PoolStateSlots
-    plans: PrefillPlans
-    tree_core: Any
-    req_to_token_pool: Any
-
-    def mamba_evictable_size(self) -> int: ...
-
-    def supports_mamba(self) -> bool: ...
 
 
 class HybridPrefillAdder(ScheduledPrefillAdder):
@@ -64,7 +50,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         coming: requests that will reach it.
     """
 
-    tree_cache: AdmittingCache
+    tree_cache: HybridRadixCache
     chunked_req_limit: int | None
     rem_chunk_tokens: int | None
 
@@ -120,7 +106,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         return result
 
     def _slots_fit(self, req: Req, needed: int) -> bool:
-        """Whether `needed` slots of its own are free or evictable, beside those promised."""
+        """True if `needed` slots of its own are free or evictable, beside those promised."""
         if isinstance(self.memory_budget, SharedBudget):
             return self.memory_budget.slots_fit(needed + self._source(req), req.prefix_len)
         free = free_slots(self.tree_cache.req_to_token_pool.mamba_allocator)
@@ -163,7 +149,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         return AddReqResult.OTHER if self._chunk_waits else super().budget_state()
 
     def _chunk_fits(self, req: Req) -> bool:
-        """Whether there is memory now for the chunk that SGLang would take, for a token behind it,
+        """True if there is memory now for the chunk that SGLang would take, for a token behind it,
         and for the next step of the running requests.
         """
         limits = [self.rem_chunk_tokens, self.chunked_req_limit, int(self.rem_total_tokens)]
@@ -179,7 +165,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         return int(self.running_batch.new_tokens_required_next_decode())
 
     def _gives_way(self, req: Req) -> bool:
-        """Whether a prefill that does not fit must give back its memory: to running requests that
+        """True if a prefill that does not fit must give back its memory: to running requests that
         could not go on otherwise, or because nothing runs whose end it could wait for. Not while
         its last chunk is computed, nor while it is sent to another server.
         """

@@ -1,4 +1,4 @@
-"""What a step of a request has computed goes into the tree: its KV, and the states it has left."""
+"""Publishes what a step of a request has computed: its KV, and the states it has left."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.parts import Parts
     from sglang_hybrid.cache.planning import PrefillPlans
-    from sglang_hybrid.cache.sglang_cache import SglangCache
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.core.records.nodes import Kind
 
 
 class Publisher:
     """Publishes what the requests of one cache leave."""
 
-    def __init__(self, cache: SglangCache, parts: Parts, plans: PrefillPlans) -> None:
+    def __init__(self, cache: HybridRadixCache, parts: Parts, plans: PrefillPlans) -> None:
         self._cache = cache
         self._shadow_tree = parts.shadow_tree
         self._slots = parts.slots

@@ -148,7 +148,7 @@ class HybridRadixCache(HostTierCache):
 
     @property
     def plans_checkpoints(self) -> bool:
-        """Whether prefills leave the states that we want, and not those that SGLang tracks."""
+        """True if prefills leave the states that we want, and not those that SGLang tracks."""
         return self.plans.planner is not None
 
     # It waits: what it finds.
@@ -174,8 +174,9 @@ class HybridRadixCache(HostTierCache):
         return result
 
     def changed_matches(self, waiting: list[Req], least_hit: int) -> list[Req]:
-        """Those of `waiting` that must be looked up again to be ranked: their prompts might match
-        otherwise than the last time, or hit at most `least_hit` tokens (hooks/scheduling.py asks).
+        """The requests of `waiting` that must be looked up again to be ranked: their prompts might
+        match otherwise than the last time, or hit at most `least_hit` tokens (hooks/scheduling.py
+        asks).
         """
         if not self._remembers_matches or not self.is_mamba_enabled:  # there it is an access
             return waiting
@@ -184,12 +185,12 @@ class HybridRadixCache(HostTierCache):
 
     @property
     def _remembers_matches(self) -> bool:
-        """Whether a look-up may be answered from the last one of its request."""
+        """True if a look-up may be answered from the last one of its request."""
         return not (self.shadow_tree is None or self.linker is not None or self.disable)
 
     def _just_ranked(self, params: MatchPrefixParams) -> MatchResult | None:
-        """What a request finds that SGLang looks up to rank it; None if nothing is known of it, or
-        if something is to be done with the result.
+        """The result for a request that SGLang looks up to rank it; None if nothing is known of it,
+        or if something is to be done with the result.
         """
         if params.cow_mamba or not self._remembers_matches:
             return None
@@ -240,7 +241,7 @@ class HybridRadixCache(HostTierCache):
         return bool(self.is_swa_enabled and self.is_mamba_enabled)
 
     def claim_kv_row(self, req: Req) -> bool:
-        """Whether a streaming session keeps what its turn `req` has computed."""
+        """True if a streaming session keeps what its turn `req` has computed."""
         kept = bool(super().claim_kv_row(req))
         if kept:
             self._on_leave(req)
@@ -269,7 +270,7 @@ class HybridRadixCache(HostTierCache):
             self.schedule.on_abort(handle)
 
     def supports_mamba(self) -> bool:
-        """Whether requests hold states, as SGLang asks."""
+        """True if requests hold states, as SGLang asks."""
         return self._only_requests_hold_states or bool(self.is_mamba_enabled)
 
     # The whole tree.

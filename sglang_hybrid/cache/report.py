@@ -1,31 +1,19 @@
-"""What a cache tells of itself: the block of /server_info, and Prometheus metrics."""
+"""The report of a cache: the block of /server_info, and Prometheus metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.cache.state_slots.slots import free_slots
 from sglang_hybrid.serving.telemetry.metrics import cache_metrics, rank_labels
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.parts import Parts
-    from sglang_hybrid.cache.queue.served_queue import ServedQueue
-    from sglang_hybrid.cache.tuning import Tuning
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.core.records.pins import Pins
     from sglang_hybrid.core.returns.answer_models import AnswerModels
     from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
-
-
-class ReportedCache(Protocol):
-    """What is asked of the cache that is reported of."""
-
-    tuning: Tuning
-    schedule: ServedQueue | None
-    is_mamba_enabled: bool
-    req_to_token_pool: Any
-
-    def tiers_info(self) -> dict[str, Any] | None: ...
 
 
 class CacheReport:
@@ -35,7 +23,7 @@ class CacheReport:
     whether Prometheus is told, which needs one cache in this process that receives requests.
     """
 
-    def __init__(self, cache: ReportedCache, parts: Parts, *, metrics: bool) -> None:
+    def __init__(self, cache: HybridRadixCache, parts: Parts, *, metrics: bool) -> None:
         self.advice: list[str] = []
         self.stats, self.account = parts.stats, parts.account
         has_tiers = parts.shadow_tree is not None and parts.shadow_tree.follows_copies
@@ -55,7 +43,7 @@ class CacheReport:
 
     @property
     def answers(self) -> AnswerModels | None:
-        """What answers tell of a return, by tenant; None where nothing is expected of them."""
+        """The models of answers, by tenant; None where nothing is expected of answers."""
         shadow_tree = self._parts.shadow_tree
         history = None if shadow_tree is None else shadow_tree.history
         return None if history is None else history.answers
@@ -72,7 +60,7 @@ class CacheReport:
 
     @property
     def pins(self) -> Pins | None:
-        """What clients pinned; None where SGLang's own order decides what is evicted."""
+        """The pins of clients; None where SGLang's own order decides what is evicted."""
         shadow_tree = self._parts.shadow_tree
         return None if shadow_tree is None else shadow_tree.tree.pins
 

@@ -1,4 +1,4 @@
-"""What SGLang's resolution of flags decides about recurrent states where our cache serves.
+"""Hooks of SGLang's resolution of flags, about recurrent states where our cache serves.
 
 SGLang settles how states are kept before it knows the attention backend and the page size
 (arg_groups/pipeline.py:225, 242), which one slot for a running request depends on. So this is
@@ -419,17 +419,17 @@ def _declared_by(server_args: ServerArgs, field: str) -> set[str]:
 
 
 def _asked(server_args: ServerArgs, *flags: str) -> bool:
-    """Whether somebody gave one of these flags."""
+    """True if somebody gave one of these flags."""
     return any(getattr(server_args, flag) is not None for flag in flags)
 
 
 def _is_pure(server_args: ServerArgs) -> bool:
-    """Whether the model has states and no attention."""
+    """True if the model has states and no attention."""
     return bool(_architectures(server_args) & set(PURE_SSM_ARCHITECTURES))
 
 
 def _has_windows_beside_states(server_args: ServerArgs) -> bool:
-    """Whether KV of the model's sliding windows has a pool of its own, beside one of states."""
+    """True if KV of the model's sliding windows has a pool of its own, beside one of states."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     model = model_config_of(server_args)

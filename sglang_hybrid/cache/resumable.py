@@ -5,7 +5,7 @@ resumed now (`GET /hybrid_cache/resumable`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,23 +19,13 @@ from sglang_hybrid.explain.messages import ResumableReq, ResumableReqOutput
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.cache.state_events import PlacedBlocks, StateEvents
-    from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
-    from sglang_hybrid.core.costs.cost import CostModel
 
 READERS = 8
 """Snapshots that are read at once; one more ends the one that began first."""
 
 TIMED_TOKENS = 1_024
-
-
-class ResumableCache(Protocol):
-    """What is asked of a cache beside its events."""
-
-    cost: CostModel
-    speeds: MeasuredSpeeds
-    token_to_kv_pool_allocator: Any
-    req_to_token_pool: Any
 
 
 class ResumableView:
@@ -45,14 +35,14 @@ class ResumableView:
     scheduler: whose requests use the cache; a hook sets it (hooks/scheduling.py).
     """
 
-    def __init__(self, cache: ResumableCache, events: StateEvents | None) -> None:
+    def __init__(self, cache: HybridRadixCache, events: StateEvents | None) -> None:
         self.scheduler: Scheduler | None = None
         self._cache = cache
         self._events = events
         self._walks: dict[str, Iterator[list[PlacedBlocks]]] = {}
 
     def handlers(self) -> list[tuple[type, Callable[[Any], Any]]]:
-        """What the scheduler's dispatcher must know."""
+        """The handlers that the scheduler's dispatcher must know."""
         return [(ResumableReq, self.answer)]
 
     def publish(self) -> None:

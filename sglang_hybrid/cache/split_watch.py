@@ -112,8 +112,8 @@ class SplitWatch:
             logger.info("sglang_hybrid: %s", self.advice or "no other split hits more now.")
 
     def _least(self, room: Split, most_held: int) -> Split:
-        """What must be left beside running requests: KV for the longest request, and slots with
-        which as many requests may run as have.
+        """The room that must be left beside running requests: KV for the longest request, and slots
+        with which as many requests may run as have.
         """
         it = self._setup
         running = -(-most_held // it.held)

@@ -44,7 +44,7 @@ class PlacedBlocks(BlockStored, tag=BlockStored.__name__):  # type: ignore[call-
 
 
 class _Told:
-    """What readers know of a node.
+    """The part of a node's record that readers know.
 
     tokens: those of its edge; the node has fewer once its edge is cut. states: how many states are
     at its end and below. place: tiers of its KV and of its state, the fastest each, None of no
@@ -115,13 +115,13 @@ class StateEvents(KVCacheEventRecorder):
     # What SGLang calls.
 
     def record_store(self, node: Any, medium: Any = None, **_: Any) -> None:
-        """Not told: `take` tells what the records say."""
+        """Ignored: events are derived from the record tree in `take`."""
 
     def record_remove(self, node: Any, medium: Any = None) -> None:
-        """Not told, either."""
+        """Ignored, too."""
 
     def take(self) -> list[Any]:
-        """What has changed since the last call, parents before children."""
+        """The changes since the last call, parents before children."""
         self._settle()
         events: list[Any] = super().take()
         self.batches += bool(events)
@@ -129,7 +129,7 @@ class StateEvents(KVCacheEventRecorder):
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` may have something to tell."""
+        """True if `take` may have something to tell."""
         return bool(self._changed or self._queue)
 
     # What a reader asks that has missed something.
@@ -173,7 +173,7 @@ class StateEvents(KVCacheEventRecorder):
             node = node.parent
 
     def _known(self, node: Node) -> _Told:
-        """What readers know of `node`."""
+        """The part of the record of `node` that readers know."""
         told = self._told.get(node)
         if told is None:
             below = self._first_cut(node)

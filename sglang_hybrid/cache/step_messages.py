@@ -1,5 +1,5 @@
-"""What the rank that receives requests tells all ranks: it goes with the requests of a step, so all
-know it at the same step (hooks/scheduling.py).
+"""Messages from the rank that receives requests to all ranks: they go with the requests of a step,
+so all ranks have them at the same step (hooks/scheduling.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class Source(Protocol):
     """Something that has to tell all ranks."""
 
     def poll(self) -> Iterable[Any]:
-        """What is new, asked on the rank that receives requests, at every step."""
+        """The new messages, asked on the rank that receives requests, at every step."""
 
     def handlers(self) -> Handlers:
-        """What is called with messages of each type, on every rank."""
+        """The functions that are called with messages of each type, on every rank."""
 
 
 class StepMessages:
@@ -39,7 +39,7 @@ class StepMessages:
         return list(self._unsent.values())
 
     def handlers(self) -> Handlers:
-        """What the scheduler's dispatcher must know."""
+        """The handlers that the scheduler's dispatcher must know."""
         return [
             (kind, partial(self._arrived, handle))
             for source in self._sources

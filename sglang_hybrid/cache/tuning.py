@@ -9,13 +9,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.cache.memory.shared import shared_memory
-from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.cache.split_watch import SplitWatch
 from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
-from sglang_hybrid.cache.tiers.served_tiers import TieredCache, served_tiers
+from sglang_hybrid.cache.tiers.served_tiers import served_tiers
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import LearntBefore
@@ -40,14 +39,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_hybrid.cache.parts import Parts
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.extensions.lab.simulation.tuner.trace_file import TraceFile
     from sglang_hybrid.extensions.lab.simulation.tuner.tuner import Tuner
 
 logger = logging.getLogger(__name__)
-
-
-class TunedCache(SglangCache, TieredCache, Protocol):
-    """A cache whose requests are replayed in the tiers that it has."""
 
 
 class Tuning:
@@ -62,7 +58,7 @@ class Tuning:
 
     def __init__(
         self,
-        cache: TunedCache,
+        cache: HybridRadixCache,
         parts: Parts,
         tuner: Tuner | None = None,
         file: TraceFile | None = None,
@@ -90,7 +86,7 @@ class Tuning:
 
     @property
     def listens(self) -> bool:
-        """Whether it must be told of requests that ended."""
+        """True if it must be told of requests that ended."""
         return (self.tuner, self.file, self.recorder) != (None, None, None)
 
     def finished(
@@ -149,7 +145,7 @@ class Tuning:
         )
 
     def _room(self) -> Split | int:
-        """What running requests leave to the cache."""
+        """The room that running requests leave to the cache."""
         cache, tree = self._cache, self._cache.tree_core
         allocator = cache.token_to_kv_pool_allocator
         kv = int(tree.full_evictable_size() + tree.full_protected_size())
@@ -165,7 +161,7 @@ class Tuning:
         return Split(kv + int(allocator.available_size()), states)
 
     def poll(self) -> list[PolicySwitch | SpeedsMeasured | LearntBefore]:
-        """What the first rank sends to all of them with the requests of this step."""
+        """The message of the first rank to all ranks, with the requests of this step."""
         switch = None if self.tuner is None else self.tuner.poll()
         learnt = [] if self._parts.learning is None else self._parts.learning.poll()
         return [*([] if switch is None else [switch]), *self._parts.speeds.poll(), *learnt]
@@ -184,7 +180,7 @@ class Tuning:
         )
 
     def handlers(self) -> list[tuple[type, Callable[[Any], None]]]:
-        """What the scheduler's dispatcher must know."""
+        """The handlers that the scheduler's dispatcher must know."""
         learnt: list[tuple[type, Callable[[Any], None]]]
         learning = self._parts.learning
         learnt = [] if learning is None else [(LearntBefore, learning.restore)]
@@ -198,7 +194,7 @@ class Tuning:
 
     @property
     def advice(self) -> list[str]:
-        """What would hit more of the traffic that there was, a sentence each."""
+        """The settings that would have hit more of the past traffic, a sentence each."""
         return [self.splits.advice] if self.splits is not None and self.splits.advice else []
 
     def info(self) -> dict[str, Any] | None:
@@ -210,8 +206,8 @@ class Tuning:
         return None if self.file is None else self.file.info()
 
 
-def make_tuning(cache: TunedCache, parts: Parts, rank: int | None) -> Tuning:
-    """What may change the policy in `cache`.
+def make_tuning(cache: HybridRadixCache, parts: Parts, rank: int | None) -> Tuning:
+    """The object that may change the policy in `cache`.
 
     rank: which of several caches with requests of their own this is; None if another rank receives
     its requests. Raises `RecordingError` if requests cannot be recorded where they should be.
@@ -225,7 +221,7 @@ def make_tuning(cache: TunedCache, parts: Parts, rank: int | None) -> Tuning:
     return Tuning(cache, parts, tuner, file, recorder)
 
 
-def _make_tuner(cache: TunedCache, parts: Parts) -> Tuner:
+def _make_tuner(cache: HybridRadixCache, parts: Parts) -> Tuner:
     options = parts.options
     limits = extension("lab.simulation.workers").Limits(workers=options.hybrid_tuner_workers)
     candidates = extension("lab.simulation.tuner.candidates")

@@ -46,7 +46,7 @@ class CacheControl(BaseModel):
 
 
 class Cacheable(BaseModel):
-    """What may be marked."""
+    """A block that may be marked."""
 
     cache_control: CacheControl | None = None
 
@@ -152,7 +152,7 @@ def usage_of_input(
 
 
 def sent_prompt(request: Any, adapted: Any) -> SentPrompt | None:
-    """What a request that asks for diagnostics is compared by, now and later.
+    """The parts by which a request that asks for diagnostics is compared, now and later.
 
     adapted: SGLang's GenerateReqInput of it.
     """

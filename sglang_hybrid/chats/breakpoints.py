@@ -19,11 +19,11 @@ import numpy as np
 from sglang_hybrid.serving.requests.encoded_pieces import cut_places
 
 MARK = "\ue000"
-"""What a block is continued with: a character for private use, which no template writes."""
+"""The continuation of a block: a character for private use, which no template writes."""
 
 BLANKS = (" a", "   a", "\n", "\n\n\na", " \n")
 CONTINUATIONS = (MARK, "a", "é", "1", "'s", *BLANKS, *string.punctuation)
-"""How text may go on after a block: each may merge with other tokens before it."""
+"""Continuations of text after a block: each may merge with other tokens before it."""
 
 AHEAD = 64
 """Characters behind the deepest place that are tokenized, so that its last tokens are the
@@ -147,8 +147,8 @@ class _Tokens:
         text: str,
         cuts: Sequence[tuple[int, int]],
     ) -> _Tokens:
-        """Those around character `place` of `text`, from an added token so far before it that what
-        is before that does not matter.
+        """The tokens around character `place` of `text`, from an added token so far before it that
+        what is before that does not matter.
         """
         behind = bisect_right(cuts, place, key=lambda cut: cut[0])
         near = cuts[behind - 1][1] if behind else 0
@@ -157,7 +157,7 @@ class _Tokens:
         return cls(tokenizer, encode_kwargs, text[: place + AHEAD], start)
 
     def are_of(self, ids: Sequence[int], position: int) -> bool:
-        """Whether the tokens before `position` are those of `ids`."""
+        """True if the tokens before `position` are those of `ids`."""
         return self.ids[: position - self._token] == list(ids[self._token : position])
 
     def last_boundary(self, place: int, most: int, continuations: Sequence[str]) -> int | None:
@@ -172,7 +172,7 @@ class _Tokens:
         return None
 
     def _stays(self, position: int, place: int, continuation: str) -> bool:
-        """Whether the tokens before `position` are the same where `continuation` follows."""
+        """True if the tokens before `position` are the same where `continuation` follows."""
         first = max(0, position - WINDOW)
         start = self._offsets[first][0]
         ids, offsets = self._encode(

@@ -8,7 +8,6 @@ left out of the prompt, unless SGLANG_HYBRID_CLIENT_LINES is `keep`.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from operator import is_
 from typing import Any, Final
 
@@ -30,9 +29,8 @@ CHANGING_LINES: Final = re.compile(
 """All such lines that a text begins with; empty where it begins with another."""
 
 
-@lru_cache(maxsize=1)
 def are_left_out() -> bool:
-    """Whether such lines are left out, by this process's settings."""
+    """True if such lines are left out, by this process's settings."""
     return HybridConfig.from_environment().hybrid_client_lines is ClientLines.DROP
 
 

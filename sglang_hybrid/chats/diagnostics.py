@@ -36,7 +36,7 @@ AROUND = 40
 
 
 class PartKind(Enum):
-    """What a part of a request is, in the order in which prompts depend on it."""
+    """The kinds of parts of a request, in the order in which prompts depend on them."""
 
     MODEL = "model"
     TOOLS = "tools"
@@ -105,7 +105,9 @@ class Divergence:
 
 
 def compare(before: SentPrompt, now: SentPrompt) -> Divergence | None:
-    """What of `now` first differs from `before`; None if one only goes on where the other ends."""
+    """The first part of `now` that differs from `before`; None if one only goes on where the other
+    ends.
+    """
     for kind in PartKind:
         earlier, later = (
             [part for part in prompt.parts if part.kind is kind] for prompt in (before, now)
@@ -133,7 +135,7 @@ SentPrompts: TypeAlias = Latest[SentPrompt]
 
 @lru_cache(maxsize=1)
 def sent_prompts() -> SentPrompts:
-    """Those of this process."""
+    """The comparisons of this process."""
     return Latest(MOST_BYTES)
 
 

@@ -96,7 +96,7 @@ def declare(
 
 
 def _hints(marks: Mapping[int, Breakpoint], imported: Sequence[int]) -> PromptHints:
-    """What declares marks, by their positions, and the positions of a schema."""
+    """The hints that declare marks, by their positions, and the positions of a schema."""
     wanted = sorted({*imported, *marks})[-MOST_POSITIONS:]
     pins = tuple(PinRequest(at, SECONDS[marks[at].ttl]) for at in wanted if at in marks)
     return PromptHints(tuple(at for at in wanted if at not in marks), pins)

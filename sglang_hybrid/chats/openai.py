@@ -27,7 +27,7 @@ MOST_BREAKPOINTS = 4
 """Of the marked parts of a request, the last ones count."""
 
 REASONS: Final = {PartKind.MODEL: "model", PartKind.TOOLS: "tools", PartKind.MESSAGES: "input"}
-"""What a changed part is called in `prompt_cache_diagnostics`."""
+"""The names of changed parts in `prompt_cache_diagnostics`."""
 
 
 def marked_parts(request: Any) -> list[MarkedBlock]:

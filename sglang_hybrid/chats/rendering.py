@@ -51,7 +51,7 @@ def encode_chat(
 
 
 def is_encoded_otherwise() -> bool:
-    """Whether something else is done with a rendered chat now than to tokenize it."""
+    """True if something else is done with a rendered chat now than to tokenize it."""
     return _instead.get() is not None
 
 
@@ -69,8 +69,8 @@ def encoding(make: Callable[[Encode | None], Encode]) -> Iterator[None]:
 
 
 def render_chat(process: Callable[[], Any]) -> Rendering | None:
-    """What `process`, which renders and encodes a chat, has rendered; None if it did so without a
-    Jinja template.
+    """The text that `process`, which renders and encodes a chat, has rendered; None if it did so
+    without a Jinja template.
     """
     try:
         with encoding(lambda outer: _stop):

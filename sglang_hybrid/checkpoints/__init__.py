@@ -1,1 +1,1 @@
-"""How states are taken inside a prefill: which, and by what kernels."""
+"""States that are taken inside a prefill, and the kernels that take them."""

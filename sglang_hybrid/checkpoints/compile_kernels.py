@@ -69,7 +69,7 @@ def compile_kernels(model_runner: Any, *, tell: bool) -> None:
 def warm_up(
     windows: Tensor, states: Tensor, dtype: torch.dtype, save: Save | None, chunk: int
 ) -> dict[str, Callable[[], None]]:
-    """What launches each kernel once, by a name for people.
+    """Functions that launch each kernel once, by a name for people.
 
     ``windows`` [slots, D, K-1] and ``states`` are the pools of one layer, of which only types,
     shapes and strides are used. ``dtype`` is that of a layer's inputs. ``save`` is the kernel that
@@ -88,7 +88,7 @@ def prefill(
     save: Save | None,
     chunk: int,
 ) -> dict[str, Callable[[], None]]:
-    """What one layer launches in a prefill of one sequence to leave states, by kernel.
+    """The launches of one layer in a prefill of one sequence that leaves states, by kernel.
 
     ``inputs`` [T, D] is what the layer's convolution reads; each of the ``positions``, tokens of
     this prefill, goes to a slot of its own from 1 on. The sequence's own slot is 0, and it has a
@@ -123,7 +123,7 @@ def _two_slots_like(pool: Tensor) -> Tensor:
 
 
 def _mamba2_scan(states: Tensor, inputs: Tensor, chunk: int) -> dict[str, Tensor]:
-    """What Mamba2's scan holds after its state passing; its convolution's channels are x, B, C."""
+    """The inputs of Mamba2's scan after its state passing; convolution channels are x, B, C."""
     tokens, channels = inputs.shape
     _, heads, width, size = states.shape
     inner, chunks = heads * width, -(-tokens // chunk)
@@ -139,8 +139,9 @@ def _mamba2_scan(states: Tensor, inputs: Tensor, chunk: int) -> dict[str, Tensor
 
 
 def _delta_scan(states: Tensor, inputs: Tensor, _: int) -> dict[str, Tensor]:
-    """What the gated delta net's scan holds after its chunk states, of which it was asked for some
-    in float32; its convolution's channels are queries, keys and values."""
+    """The inputs of the gated delta net's scan after its chunk states, of which it was asked for
+    some in float32; its convolution's channels are queries, keys and values.
+    """
     tokens, channels = inputs.shape
     _, heads, value, key = states.shape
     key_heads = (channels - heads * value) // (2 * key)
@@ -159,8 +160,9 @@ def _kda_scan(states: Tensor, inputs: Tensor, chunk: int) -> dict[str, Tensor]:
 
 
 def _lightning_scan(states: Tensor, inputs: Tensor, _: int) -> dict[str, Tensor]:
-    """What lightning attention's backend holds in front of its scan: values as they were projected
-    together with queries and keys."""
+    """The inputs of lightning attention's backend in front of its scan: values as they were
+    projected together with queries and keys.
+    """
     _, heads, key, value = states.shape
     keys = inputs.new_zeros(len(inputs), heads, key)
     projected = inputs.new_zeros(len(inputs), 3 * heads, value)
@@ -179,5 +181,6 @@ _SCANS: dict[Save, Callable[[Tensor, Tensor, int], dict[str, Tensor]]] = {
     save_kda_states: _kda_scan,
     save_lightning_states: _lightning_scan,
 }
-"""What a scan holds when it calls a kernel: from the layer's pool of states, the inputs of its
-convolution, and the tokens between Mamba2's chunk states."""
+"""The inputs of a scan when it calls a kernel: from the layer's pool of states, the inputs of its
+convolution, and the tokens between Mamba2's chunk states.
+"""

@@ -1,4 +1,4 @@
-"""Which states a decode leaves on its way (hooks/states.py).
+"""States that a decode leaves on its way (hooks/states.py).
 
 A request that ends leaves its live state, exact to the token, so that nothing need be tracked
 before, unless answers come back shortened (`Planner.plan_decode`). A tree with pages can only name

@@ -69,8 +69,8 @@ def leaving(wanted: Wanted) -> Iterator[None]:
 
 
 def under_way() -> Wanted | None:
-    """What the forward that is being launched shall leave. SGLang gives its layers a copy of the
-    batch, without what we add to it.
+    """The hidden states that the forward that is being launched shall leave. SGLang gives its
+    layers a copy of the batch, without what we add to it.
     """
     return _under_way
 
@@ -82,7 +82,7 @@ class Answers:
     states: list[LastHidden]
 
     def logits(self, input_ids: Tensor, forward_batch: Any) -> LogitsProcessorOutput:
-        """What the model's forward returns. input_ids [S]: of each sequence its last token."""
+        """Called with the results of a forward. input_ids [S]: of each sequence its last token."""
         first = self.states[0]
         hidden = torch.stack([state.hidden for state in self.states])
         found: LogitsProcessorOutput = first.processor(

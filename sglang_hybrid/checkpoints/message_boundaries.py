@@ -61,7 +61,7 @@ class MessageBoundaries:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, **template: Any) -> MessageBoundaries:
-        """What the chat template says, whatever role it refuses; nothing if it refuses them all.
+        """The text of the chat template, whatever role it refuses; empty if it refuses them all.
 
         template: further arguments of `apply_chat_template`, as `chat_template` or the template's
         own variables.
@@ -245,8 +245,8 @@ class _Probe:
         return openers
 
     def reply_opener(self) -> Opener:
-        """What the prompt for a reply adds, as far as a conversation that goes on behind the reply
-        has it, too; from an added token on, nothing without one.
+        """The tokens that the prompt for a reply adds, as far as a conversation that goes on behind
+        the reply has it, too; from an added token on, nothing without one.
         """
         prompt, begins = self._prompt()
         later = self._renderings(("user", "assistant", "user"), 1)
@@ -255,7 +255,7 @@ class _Probe:
         return tuple(opener[special_at[0] :]) if special_at else ()
 
     def _reply(self) -> list[int]:
-        """What stands between a user's message and the assistant's."""
+        """The tokens between a user's message and the assistant's."""
         ids, start, end = self._gap(("user", "assistant"))
         return ids[start:end]
 
@@ -269,13 +269,13 @@ class _Probe:
         return prompt, _agreement([without, prompt])
 
     def _first(self, roles: Sequence[str]) -> list[int]:
-        """What comes before the content of the first message, without the begin of text."""
+        """The tokens before the content of the first message, without the begin of text."""
         renderings = self._renderings(roles, 0)
         header = renderings[0][: _agreement(renderings)]
         return self._from_text(header[header[:1] == [self._bos] :])
 
     def _between(self, roles: Sequence[str]) -> list[int]:
-        """What comes before the content of the last message and does not end the one before."""
+        """The tokens before the content of the last message that do not end the one before."""
         ids, start, end = self._gap(roles)
         gap = ids[start:end]
         tail = next(iter(_tried(self._tail, roles[:-1])), self._through_eos(gap))
@@ -300,7 +300,7 @@ class _Probe:
         return self._rest(roles, len(roles) - 1)
 
     def _rest(self, roles: Sequence[str], place: int) -> list[int]:
-        """What comes after the content of the message at a place."""
+        """The tokens after the content of the message at a place."""
         renderings = self._renderings(roles, place)
         length = _agreement([ids[::-1] for ids in renderings])
         return renderings[0][len(renderings[0]) - length :]
@@ -382,7 +382,7 @@ class _Probe:
         return header
 
     def _is_blank(self, index: int) -> bool:
-        """Whether a token is white space, or ends a line."""
+        """True if a token is white space, or ends a line."""
         text = self._tokenizer.decode([index])
         return index not in self._special_ids and (not text.strip() or "\n" in text)
 

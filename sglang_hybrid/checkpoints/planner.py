@@ -1,4 +1,4 @@
-"""Which states a running prefill takes, from the request for a checkpoint to the tree.
+"""States that a running prefill takes, from the request for a checkpoint to the tree.
 
 A `CheckpointPlan` of `core` holds what admission wants of one request's prompt. Before each
 forward the wanted positions that it passes get a slot, if they are worth one, and become tracks,

@@ -51,7 +51,7 @@ class PrefixWait:
 
     @property
     def any_wait(self) -> bool:
-        """Whether requests of the queue have not joined a batch."""
+        """True if requests of the queue have not joined a batch."""
         return bool(self._overlap.names())
 
     def shared(self, req: Req) -> list[int]:
@@ -73,7 +73,7 @@ class PrefixWait:
         self._waited.pop(req)
 
     def waits_for_prefix(self, req: Req) -> bool:
-        """Whether a prefill under way will leave a state that is worth waiting for. Counts as one
+        """True if a prefill under way will leave a state that is worth waiting for. Counts as one
         step of waiting.
         """
         if self._planner is None:

@@ -1,4 +1,4 @@
-"""Which recurrent layers of SGLang leave states inside a prefill, and how; why the others do not.
+"""Recurrent layers of SGLang that leave states inside a prefill, and the reasons why others do not.
 
 A row of `SCANS` is one of SGLang's linear-attention backends with one of its prefill kernels. To
 have another kind of layer leave states, call `PrefillTracks` from where its scan holds them (patch
@@ -25,7 +25,7 @@ Save = Callable[..., None]
 
 @dataclass(frozen=True)
 class Scan:
-    """What the prefills of one of SGLang's linear-attention backends offer.
+    """The abilities of prefills of one of SGLang's linear-attention backends.
 
     Classes are written ``module:name`` and meant exactly: a subclass has a prefill of its own.
 
@@ -155,7 +155,7 @@ def launched_kernel(model_runner: Any) -> Save | None:
 
 
 def scans_in_float32(model_runner: Any) -> bool:
-    """Whether the scans of this ``ModelRunner`` have queries, keys and values in float32, whatever
+    """True if the scans of this ``ModelRunner`` have queries, keys and values in float32, whatever
     the model's type.
     """
     scan = find_scan(linear_backend(model_runner))
@@ -224,7 +224,7 @@ def _unwritten(pool: Any, layers: Collection[str]) -> list[str]:
 
 
 def _in_a_graph(model_runner: Any, scan: Scan) -> bool:
-    """Whether recurrent layers are part of a prefill's CUDA graph, where they repeat its capture.
+    """True if recurrent layers are part of a prefill's CUDA graph, where they repeat its capture.
 
     SGLang's breakable graphs, its default, leave out the layers that say so (`_BREAK_GRAPHS`),
     unless they can be captured (KDA, where no states are planned), and others in a layer with

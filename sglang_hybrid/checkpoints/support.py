@@ -1,4 +1,4 @@
-"""Whether checkpoints are planned, and how many slots a running request then needs.
+"""Conditions under which checkpoints are planned, and the slots that a running request then needs.
 
 SGLang tracks states in buffers that belong to a request, so that the overlap scheduler's next step
 does not change a state while it is being kept: two slots beside the live one. A planned state has a
@@ -35,7 +35,7 @@ CHAINS_ONLY = (
 
 
 def why_unplanned(flags: Any) -> str | None:
-    """What keeps prefills from leaving the states that we want; None if nothing does.
+    """The reason why prefills cannot leave the states that we want; None if they can.
 
     flags: SGLang's server arguments, or its view of them while they are resolved.
     """
@@ -51,8 +51,8 @@ def why_unplanned(flags: Any) -> str | None:
 
 
 def why_no_full_hits(flags: Any, params: Any) -> str | None:
-    """What keeps a prompt that was asked before from being answered without a forward; None if
-    nothing does. flags: SGLang's server arguments. params: those of its cache.
+    """The reason why a prompt that was asked before cannot be answered without a forward; None if
+    it can. flags: SGLang's server arguments. params: those of its cache.
     """
     several = {
         "pages of several tokens": params.page_size > 1,
@@ -67,13 +67,13 @@ def why_no_full_hits(flags: Any, params: Any) -> str | None:
 
 
 def receives_states(flags: Any) -> bool:
-    """Whether every request brings its state from a prefill server, so that a hit needs none."""
+    """True if every request brings its state from a prefill server, so that a hit needs none."""
     mode: str = flags.disaggregation_mode
     return mode == "decode"
 
 
 def keeps_kv_only(flags: Any) -> bool:
-    """Whether the server's cache will be ours and have no states, since requests bring theirs."""
+    """True if the server's cache will be ours and have no states, since requests bring theirs."""
     return (
         flags.radix_cache_backend == BACKEND
         and not flags.disable_radix_cache
@@ -82,7 +82,7 @@ def keeps_kv_only(flags: Any) -> bool:
 
 
 def plans_checkpoints(flags: Any) -> bool:
-    """Whether the server's cache will be ours and plan its checkpoints."""
+    """True if the server's cache will be ours and plan its checkpoints."""
     return (
         flags.radix_cache_backend == BACKEND
         and not flags.disable_radix_cache
@@ -92,16 +92,16 @@ def plans_checkpoints(flags: Any) -> bool:
 
 
 def kept_states_never_change(flags: Any) -> bool:
-    """Whether no later step changes a state that the cache keeps: a planned one has a slot of its
+    """True if no later step changes a state that the cache keeps: a planned one has a slot of its
     own, and a cache of KV only has none.
     """
     return plans_checkpoints(flags) or keeps_kv_only(flags)
 
 
 def one_slot_per_request(flags: Any) -> bool:
-    """Whether a running request should hold its live state only (SGLang's `no_buffer`), which is
-    possible with pages of one token, in prefills and in decoding. With speculative decoding a
-    step may take a request past its end, so that its live state cannot be kept.
+    """True if a running request should hold its live state only (SGLang's `no_buffer`), which is
+    possible with pages of one token, in prefills and in decoding. With speculative decoding a step
+    may take a request past its end, so that its live state cannot be kept.
     """
     from sglang.srt.arg_groups.model_override_base import attention_backends_of
 

@@ -69,7 +69,7 @@ class Tails:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What SGLang's metadata of the forward must say so that the scan leaves its states."""
+        """The metadata of the forward with which SGLang's scan leaves its states."""
         if not self._count:
             return {}
         return {

@@ -139,8 +139,8 @@ class PrefillTracks:
 
     @cached_property
     def chosen_chunks(self) -> tuple[int, Tensor, Tensor] | None:
-        """How many chunks of 64 tokens, counted from each sequence's start, have a state that a
-        kernel writes, and what `ChosenChunks` has as marks and rows; None if there is none.
+        """The number of chunks of 64 tokens, counted from each sequence's start, that have a state
+        that a kernel writes, and what `ChosenChunks` has as marks and rows; None if there is none.
         """
         wanted = self.positions[: len(self.saved)]
         if not wanted:
@@ -216,7 +216,7 @@ class PrefillTracks:
 
 @dataclass
 class StateWriter:
-    """What a scan calls to leave states in one layer's pool.
+    """A writer that a scan calls to leave states in one layer's pool.
 
     chosen: what the delta rule's scan was asked for, if it was.
     """
@@ -291,7 +291,7 @@ class ChosenChunks:
 
 @dataclass(frozen=True)
 class SequenceWriter:
-    """What the scan of one sequence calls to leave its states in one layer's pool.
+    """A writer that the scan of one sequence calls to leave its states in one layer's pool.
 
     ``asked`` are pairs of a position, in tokens of this prefill, and a slot [1].
     """

@@ -1,3 +1,3 @@
-"""What a cache decides: costs, candidates, victims, reuse, admission. Imports neither torch nor
+"""Decisions of a cache: costs, candidates, victims, reuse, admission. Imports neither torch nor
 sglang.
 """

@@ -1,4 +1,4 @@
-"""How the product reaches an extension: by name, when it is first asked for.
+"""Loads an extension for the product: by name, when it is first asked for.
 
 No file of the product imports one (pyproject.toml has the contract), so what is not asked for is
 neither loaded nor can it break anybody.

@@ -1,4 +1,4 @@
-"""How a server runs, as far as its hits depend on it: what cache, simulator and tuner share."""
+"""Settings of a server that its hits depend on, shared by cache, simulator and tuner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_hybrid.core.tiers.rates import Speeds
 
 @dataclass(frozen=True)
 class Serving:
-    """How the server runs: prompt tokens per forward (--chunked-prefill-size), and the tokens
+    """Settings of the scheduler: prompt tokens per forward (--chunked-prefill-size), and the tokens
     between the boundaries at which SGLang would keep a state (its Mamba cache chunk). one_memory:
     KV and states share all bytes; otherwise each has a pool. pin_share: of the memory, for what one
     tenant pins.
@@ -43,7 +43,7 @@ class Split:
 
 @dataclass(frozen=True)
 class ServedTiers:
-    """What a server has below its device, as far as its hits depend on it.
+    """The memory below a server's device, as far as its hits depend on it.
 
     host: its pools. speeds: those that it decides with. disk: bytes of objects, 0 without a disk.
     write_back: what the device gives up without a copy is copied then. at_once: otherwise, what

@@ -1,4 +1,4 @@
-"""What can be replayed, by name: `NAME` or `NAME:OPTION=VALUE,..`, as `marconi:alpha=0.3`.
+"""Systems that can be replayed, by name: `NAME` or `NAME:OPTION=VALUE,..`, as `marconi:alpha=0.3`.
 
 A system is a cache with its policy. `replay.systems` enters in `SYSTEMS` what it can build. In the
 server a `Spec` names the policy in force.
@@ -23,7 +23,7 @@ ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 @dataclass
 class Setting:
-    """What a system is built for.
+    """The setting that a system is built for.
 
     serving: policies run as they are served, where the model has states; None: with the paper's
     admission, request after request. requests: of the whole trace, for systems that know the
@@ -61,8 +61,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class System:
-    """How to build a cache from a setting and the `options` it takes: without tiers, in tiers,
-    or either.
+    """A builder of a cache from a setting and the `options` it takes: without tiers, in tiers, or
+    either.
     """
 
     build: Callable[..., Any] | None
@@ -71,7 +71,7 @@ class System:
 
 
 SYSTEMS: dict[str, System] = {}
-"""What can be built, by name."""
+"""Systems that can be built, by name."""
 
 
 def systems(*, tiered: bool) -> list[str]:
@@ -81,7 +81,7 @@ def systems(*, tiered: bool) -> list[str]:
 
 
 def options_of(make: Callable[..., Policy]) -> tuple[str, ...]:
-    """What a user may set of the policies that `make` makes."""
+    """The options of the policies that `make` makes."""
     hidden = ("history", "stateless_first")
     return tuple(name for name in signature(make).parameters if name not in hidden)
 

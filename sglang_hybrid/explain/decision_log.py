@@ -1,4 +1,4 @@
-"""What the cache records so that it can say later why something was not hit.
+"""Records of the cache's decisions, so that it can say later why something was not hit.
 
 Only `explanation.py` and its parts read it, and no decision depends on it. A state that is evicted
 or not taken costs a prefix hash: the tokens of its own edge, or those that the prefill computes,
@@ -12,14 +12,13 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.checkpoints.admission import Skip
 from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.records.latest import Latest
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.victims.pool import Scarce
-from sglang_hybrid.explain.cache_view import ExplainedCache, Records, grid
 from sglang_hybrid.explain.changing_text import find_changing_text
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
@@ -46,6 +45,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+    from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+
 
 class DecisionLog:
     """The decisions and the recent requests of one cache, apart for each tenant.
@@ -54,7 +56,7 @@ class DecisionLog:
     states, so they are told only while this is true.
     """
 
-    def __init__(self, cache: ExplainedCache) -> None:
+    def __init__(self, cache: HybridRadixCache) -> None:
         self.decisions = Decisions()
         self.recent: RecentRequests = Latest(BYTES, REQUESTS)
         self._cache = cache
@@ -124,7 +126,7 @@ class DecisionLog:
         lost = KvLost(*eviction, record.depth, self.prefix_hash(record))
         self.decisions.add(_tenant_of_node(node), position, prefix_hash, lost)
 
-    def _eviction(self, records: Records) -> tuple[int, float, Scarce | None, str]:
+    def _eviction(self, records: ShadowTree) -> tuple[int, float, Scarce | None, str]:
         """Order, time, short pool and policy of an eviction that happens now."""
         pool = records.asked
         policy = pool.policy.name if pool else self._cache.policy_name
@@ -176,7 +178,7 @@ class DecisionLog:
         return 0 if seen is None else seen.known or 0
 
     def ends_at_grid(self, kv: int, usable: int, known: int | None) -> bool:
-        """Whether a prompt's KV ends after `kv` of `usable` tokens because SGLang tracks the states
+        """True if a prompt's KV ends after `kv` of `usable` tokens because SGLang tracks the states
         and keeps KV up to the last one only, if no eviction is the reason. known: tokens that were
         sent before; where that is not remembered, the last state on the grid ends it.
         """
@@ -188,7 +190,7 @@ class DecisionLog:
         return known > kv
 
     def has_lost_kv(self, req: Req, kv: int) -> bool:
-        """Whether an eviction of KV behind the first `kv` tokens of a prompt is remembered."""
+        """True if an eviction of KV behind the first `kv` tokens of a prompt is remembered."""
         lost = self.decisions.of(tenant_of(req)).along(req.origin_input_ids)
         return any(
             isinstance(event, KvLost) and event.end > kv for _, there in lost for event in there
@@ -243,7 +245,7 @@ class DecisionLog:
             )
         return prefix_hash
 
-    def _prefix_hash_in(self, records: Records, req: Req, position: int) -> int:
+    def _prefix_hash_in(self, records: ShadowTree, req: Req, position: int) -> int:
         """The prefix hash of a position in what `req` prefills, from that of its last node."""
         tokens = req.full_untruncated_fill_ids
         last, start, prefix_hash = self._hashed
@@ -257,8 +259,8 @@ class DecisionLog:
         self._hashed = tokens, position, prefix_hash
         return prefix_hash
 
-    def _records(self) -> Records:
-        records = self._cache.shadow_tree
+    def _records(self) -> ShadowTree:
+        records: ShadowTree | None = self._cache.shadow_tree
         assert records is not None, "only what our policies evict is recorded"
         return records
 
@@ -276,3 +278,10 @@ def _short(request: CheckpointRequest) -> CheckpointRequest:
     if len(request.request_id) <= NAME_LENGTH:
         return request
     return replace(request, request_id=request.request_id[:NAME_LENGTH])
+
+
+def grid(cache: Any) -> int:
+    """Tokens between the states that SGLang tracks in a cache with states."""
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    return int(cache.components[ComponentType.MAMBA].mamba_checkpoint_grid)

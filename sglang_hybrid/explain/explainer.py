@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.explanation import Explanation
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput, ResidencyReq
 from sglang_hybrid.explain.prefix_tiers import PrefixTiers
 from sglang_hybrid.serving.tenants import tenant
+
+if TYPE_CHECKING:
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +30,12 @@ MOST_BEFORE = 16_384
 class Explainer:
     """Gives accounts of prompts and of recent requests of one cache."""
 
-    def __init__(self, cache: ExplainedCache, decision_log: DecisionLog) -> None:
+    def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog) -> None:
         self._cache = cache
         self._decision_log = decision_log
 
     def handlers(self) -> list[tuple[type, Callable[[Any], Any]]]:
-        """What the scheduler's dispatcher must know."""
+        """The handlers that the scheduler's dispatcher must know."""
         return [(ExplainReq, self.answer), (ResidencyReq, PrefixTiers(self._cache).answer)]
 
     def answer(self, asked: ExplainReq) -> ExplainReqOutput:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
 
 from sglang_hybrid.core.checkpoints.admission import Prefill
 from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointPlan, plan_checkpoints
 from sglang_hybrid.core.returns.history import HistoryMatch
-from sglang_hybrid.explain.cache_view import ExplainedCache, grid
-from sglang_hybrid.explain.decision_log import DecisionLog
+from sglang_hybrid.explain.decision_log import DecisionLog, grid
 from sglang_hybrid.explain.decisions import NAME_LENGTH, NotTaken
 from sglang_hybrid.explain.miss_report import (
     CacheSnapshot,
@@ -23,6 +23,9 @@ from sglang_hybrid.explain.stored import StoredPrefixes
 from sglang_hybrid.serving.telemetry.stats import Missed
 from sglang_hybrid.serving.tenants import Tenant
 
+if TYPE_CHECKING:
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+
 MOST_MISSED = 64
 """Positions that a report names, the deepest ones."""
 
@@ -32,7 +35,7 @@ class Explanation:
     that they took room.
     """
 
-    def __init__(self, cache: ExplainedCache, decision_log: DecisionLog, whose: Tenant) -> None:
+    def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog, whose: Tenant) -> None:
         self._cache = cache
         self._decision_log = decision_log
         self._tenant = whose
@@ -40,7 +43,7 @@ class Explanation:
         self._reasons = Reasons(cache, decision_log, whose)
 
     def of_prompt(self, prompt: array[int]) -> MissReport:
-        """What a request with this prompt would find now."""
+        """The explanation of what a request with this prompt would find now."""
         usable = self._stored.usable(len(prompt))
         path, kv = self._stored.walk(prompt, usable)
         below, used = self._stored.below(path, len(prompt)), self._stored.deepest(path)
@@ -74,7 +77,7 @@ class Explanation:
         )
 
     def of_request(self, request_id: str, seen: RecentRequest) -> MissReport:
-        """What this request found when it came, and what it left."""
+        """The explanation of what this request found when it came, and what it left."""
         usable = self._stored.usable(len(seen.tokens))
         hit = seen.report.hit_tokens
         everything = list(self._reasons.log.along(seen.tokens))

@@ -1,5 +1,5 @@
-"""What /hybrid_cache/explain and /v1/prompt_schemas ask a scheduler, and its answers; SGLang's own
-kind of messages.
+"""Messages of /hybrid_cache/explain and /v1/prompt_schemas to a scheduler, and its answers; of
+SGLang's own kind.
 """
 
 from typing import Any, ClassVar

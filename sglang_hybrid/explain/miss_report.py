@@ -129,7 +129,7 @@ class ExplainedRequest(msgspec.Struct):
 
 
 class CacheSnapshot(msgspec.Struct):
-    """What the server has and remembers.
+    """The memory of the server, and what it remembers.
 
     states: the model has recurrent state. recorded: skipped and evicted states are remembered.
     grid: tokens between the states that SGLang tracks, None if the cache takes them where it wants.

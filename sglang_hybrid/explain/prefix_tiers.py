@@ -6,17 +6,19 @@ import logging
 from array import array
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.messages import ResidencyReq, ResidencyReqOutput
 from sglang_hybrid.explain.stored import prefix_key, stored_path
 from sglang_hybrid.serving.tenants import tenant
+
+if TYPE_CHECKING:
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class StoredIn(IntEnum):
 class PrefixTiers:
     """Tells the tiers of prefixes of one tenant, from the tenant's part of the tree."""
 
-    def __init__(self, cache: ExplainedCache) -> None:
+    def __init__(self, cache: HybridRadixCache) -> None:
         self._cache = cache
 
     def answer(self, asked: ResidencyReq) -> ResidencyReqOutput:
@@ -76,12 +78,12 @@ class PrefixTiers:
 
 
 class DiskPrefixes:
-    """Which of several prefixes are on disk. The hash of a prefix continues that of the prefix
-    above it, and a prefix below one that is not on disk is not hashed at all, because the scheduler
-    waits for the answer.
+    """A mask of prefixes that are on disk. The hash of a prefix continues that of the prefix above
+    it, and a prefix below one that is not on disk is not hashed at all, because the scheduler waits
+    for the answer.
     """
 
-    def __init__(self, cache: ExplainedCache) -> None:
+    def __init__(self, cache: HybridRadixCache) -> None:
         self._page_size = cache.page_size
         controller = getattr(cache, "cache_controller", None)
         self._backend: Any = getattr(controller, "storage_backend", None)
@@ -93,14 +95,16 @@ class DiskPrefixes:
         self._asked.append((parent, key))
 
     def holds(self, number: int) -> tuple[bool, bool]:
-        """Whether all KV of a prefix is there, and the state at its end."""
+        """True if all KV of a prefix is there, and the state at its end."""
         last_page = self._last_page(number) if self._backend is not None else None
         if last_page is None:
             return False, False
         return True, self._knows(PoolName.MAMBA, [last_page])
 
     def _last_page(self, asked: int) -> str | None:
-        """What the last page of a prefix is stored as; None if not all its pages are there."""
+        """The key under which the last page of a prefix is stored; None if not all its pages are
+        there.
+        """
         above = []  # itself and those above it that were not looked up yet, the deepest first
         number = asked
         while number >= 0 and number not in self._last_pages:

@@ -38,7 +38,7 @@ ROUTES = frozenset(
         "/v1/responses",
     )
 )
-"""Those that send prompts to be answered."""
+"""The routes that send prompts to be answered."""
 
 _asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
 
@@ -52,7 +52,7 @@ class _Asked:
 
 
 def is_asked_only() -> bool:
-    """Whether the request that this task serves is not to reach a scheduler."""
+    """True if the request that this task serves is not to reach a scheduler."""
     return _asked.get() is not None
 
 
@@ -106,7 +106,7 @@ async def prompt(route: str, request: Request) -> Response:
 
 
 async def _serve(request: Request, path: str) -> Response:
-    """What the application's own route at another path answers to `request`."""
+    """The answer of the application's own route at another path to `request`."""
     scope = {key: value for key, value in request.scope.items() if key not in _OF_THE_ROUTE}
     scope |= {"path": path, "raw_path": path.encode(), "state": dict(scope.get("state", {}))}
     answer = Response()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def has_our_cache(manager: TokenizerManager) -> bool:
-    """Whether the server runs sglang_hybrid's cache."""
+    """True if the server runs sglang_hybrid's cache."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return bool(resolving_view(manager.server_args).radix_cache_backend == BACKEND)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from sglang_hybrid.core.records.nodes import Kind
-from sglang_hybrid.explain.cache_view import ExplainedCache, grid
-from sglang_hybrid.explain.decision_log import DecisionLog
+from sglang_hybrid.explain.decision_log import DecisionLog, grid
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     Decision,
@@ -28,14 +27,17 @@ from sglang_hybrid.explain.recent import ResumedFrom, newest
 from sglang_hybrid.serving.telemetry.stats import ChangingText, Evicted
 from sglang_hybrid.serving.tenants import Tenant
 
+if TYPE_CHECKING:
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+
 Events: TypeAlias = Sequence[tuple[int, list[Decision]]]
 """Decisions by position, as `Decisions.along` finds them."""
 
 
 class Reasons:
-    """What was decided about one tenant's positions."""
+    """The decisions about one tenant's positions."""
 
-    def __init__(self, cache: ExplainedCache, decision_log: DecisionLog, whose: Tenant) -> None:
+    def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog, whose: Tenant) -> None:
         self._cache = cache
         self._decision_log = decision_log
         self.log = decision_log.decisions.of(whose)
@@ -119,9 +121,9 @@ class Reasons:
         known: int | None,
         changing_text: ChangingText | None,
     ) -> Unstored | None:
-        """What lies behind the stored KV. An evicted edge tells of it if the prompt goes on along
-        that edge: to its end, or as far as the history knows the prompt. changing_text: the reason
-        of the miss, if it is one.
+        """The reason why nothing is stored behind the stored KV. An evicted edge tells of it if the
+        prompt goes on along that edge: to its end, or as far as the history knows the prompt.
+        changing_text: the reason of the miss, if it is one.
         """
         if kv >= usable:
             return None

@@ -24,7 +24,7 @@ KINDS = {
     "tail": "answer's end",
     "chunk": "chunk's end",
 }
-"""What a checkpoint of each kind stands at."""
+"""The position of a checkpoint of each kind, in words."""
 
 FREE_SLOTS_ONLY = ("chunk", "prompt_end")
 """Kinds that push nothing out where nobody knows how often they come back
@@ -98,7 +98,7 @@ def remedy(report: MissReport) -> str | None:
 
 
 def _below(below: BelowDevice) -> str:
-    """What is not on the device, and whether it is loaded."""
+    """The part that is not on the device, and whether it is loaded."""
     held = ["its state"] if below.state == "host" else []
     held += [f"KV of {_count(below.host_tokens, 'token')}"] if below.host_tokens else []
     verb = "is" if held == ["its state"] else "are"
@@ -264,7 +264,7 @@ def _remembered(report: MissReport) -> Iterator[str]:
 
 
 def _exact(cache: CacheSnapshot) -> str | None:
-    """What lets the cache take states at any position."""
+    """The settings that let the cache take states at any position."""
     if cache.admission == "all":
         return "--hybrid-admission judicious, which takes exact states."
     return f"a server without {cache.unplanned}, which takes exact states."
@@ -300,7 +300,7 @@ def _pool(short: str | None) -> str:
 
 
 def _expected(p: float) -> str:
-    """What the last answer there, or the client, said of a return."""
+    """The return that the last answer there, or the client, let expect."""
     if p > LIKELY:
         return f"kept longer, for after such an answer somebody comes back (p = {p:.2f})"
     if p <= UNLIKELY:

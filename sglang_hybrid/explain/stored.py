@@ -1,4 +1,4 @@
-"""What the tree holds of a prompt, read without a change of the tree."""
+"""The stored part of a prompt, read without a change of the tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.miss_report import BelowDevice
 from sglang_hybrid.explain.recent import ResumedFrom
@@ -18,11 +17,13 @@ from sglang_hybrid.serving.tenants import Tenant
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+
 
 class StoredPath(NamedTuple):
-    """What the tree holds of a key. nodes: those that the key covers to their end, each with its
-    depth. part: the node within whose edge the key ends or leaves the tree. kv: tokens with KV on
-    the device or in host memory.
+    """The stored part of a key. nodes: those that the key covers to their end, each with its depth.
+    part: the node within whose edge the key ends or leaves the tree. kv: tokens with KV on the
+    device or in host memory.
     """
 
     nodes: list[tuple[int, UnifiedTreeNode]]
@@ -30,7 +31,7 @@ class StoredPath(NamedTuple):
     kv: int
 
 
-def stored_path(cache: ExplainedCache, key: RadixKey) -> StoredPath:
+def stored_path(cache: HybridRadixCache, key: RadixKey) -> StoredPath:
     """As SGLang's own walk (unified_tree_core.py:906-955), which cuts the edge that `key` covers in
     part.
     """
@@ -50,7 +51,7 @@ def stored_path(cache: ExplainedCache, key: RadixKey) -> StoredPath:
     return StoredPath(nodes, None, depth)
 
 
-def prefix_key(cache: ExplainedCache, tokens: array[int], whose: Tenant, limit: int) -> RadixKey:
+def prefix_key(cache: HybridRadixCache, tokens: array[int], whose: Tenant, limit: int) -> RadixKey:
     """The key of the first `limit` tokens, at most, of a tenant's prompt."""
     extra_key, salt = whose or (None, None)
     is_bigram = cache.tree_core.is_eagle
@@ -58,9 +59,9 @@ def prefix_key(cache: ExplainedCache, tokens: array[int], whose: Tenant, limit: 
 
 
 class StoredPrefixes:
-    """What one tenant's prompts find in the tree."""
+    """Look-ups of one tenant's prompts in the tree."""
 
-    def __init__(self, cache: ExplainedCache, decision_log: DecisionLog, whose: Tenant) -> None:
+    def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog, whose: Tenant) -> None:
         self._cache = cache
         self._decision_log = decision_log
         self._tenant = whose

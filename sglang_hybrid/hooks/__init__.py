@@ -1,4 +1,4 @@
-"""What is changed in SGLang: hooks on its functions (`table.py`) and patches of its files.
+"""Changes of SGLang: hooks on its functions (`table.py`) and patches of its files.
 
 A hook is taken to its function at the moment when the function's module is imported, so it is there
 before any other module can copy the function, in every process that imports the module. SGLang's

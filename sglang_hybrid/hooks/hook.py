@@ -1,4 +1,4 @@
-"""What a hook is, and how it is put around a function of SGLang."""
+"""Hooks, and how they are put around functions of SGLang."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _held: set[str] = set()
 
 
 def is_in_place(target: str) -> bool:
-    """Whether all hooks on `target` have been put around it in this process."""
+    """True if all hooks on `target` have been put around it in this process."""
     return target in _held
 
 

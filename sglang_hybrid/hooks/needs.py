@@ -41,7 +41,7 @@ def _types(model: ModelConfig) -> set[str]:
 
 
 def _is(*families: str) -> Callable[[ModelConfig], bool]:
-    """Whether the name of a model's type begins with one of these."""
+    """True if the name of a model's type begins with one of these."""
     return lambda model: any(name.startswith(families) for name in _types(model))
 
 
@@ -80,7 +80,7 @@ def _has_lightning(model: ModelConfig) -> bool:
 
 
 class Need(Enum):
-    """What a piece is needed for. Patches name a need of these, rows of `table.py` have one."""
+    """The purpose of a piece. Patches name a need of these, rows of `table.py` have one."""
 
     CACHE = _Needed("the cache, right answers, and tenants that stay apart", is_always=lambda: True)
     NO_TORCHVISION = _Needed(
@@ -183,12 +183,12 @@ class Need(Enum):
 
     @property
     def is_always(self) -> bool:
-        """Whether no start can be without this."""
+        """True if no start can be without this."""
         return self.value.is_always()
 
     def why_refused(self, sglangs: Any, ours: HybridConfig, model: ModelConfig) -> str:
-        """What of a start with our cache cannot be without this; "" if all can. sglangs: SGLang's
-        resolved arguments.
+        """The part of a start with our cache that cannot be without this; "" if there is none.
+        sglangs: SGLang's resolved arguments.
         """
         row = self.value
         if row.asks is not None and not row.asks(sglangs, ours):

@@ -58,7 +58,7 @@ class PatchError(ImportError):
 
 @dataclass(frozen=True)
 class FileDiff:
-    """What one patch, `name`, changes in one file, and what for."""
+    """The change of one file by one patch, `name`, and its purpose."""
 
     name: str
     needed_for: Need
@@ -86,7 +86,7 @@ class FilePatch:
         )
 
     def is_known(self, text: bytes) -> bool:
-        """Whether a file is the one that the patches were cut from."""
+        """True if a file is the one that the patches were cut from."""
         return hashlib.sha256(text).hexdigest() == self.sha256
 
     def apply(self, released: bytes, left_out: Collection[Need] = ()) -> str:
@@ -260,7 +260,7 @@ def parse_patches(texts: dict[str, str]) -> dict[str, FilePatch]:
 
 
 def _parse_needs(name: str, text: str) -> dict[str, Need]:
-    """What each file of a patch is changed for: lines `Needed for NAME:` are above its hash."""
+    """The needs of each file of a patch: lines `Needed for NAME:` are above its hash."""
     needs: dict[str, Need] = {}
     need = Need.CACHE
     for line in text.splitlines():

@@ -34,7 +34,7 @@ def handle_our_requests(_: None, scheduler: Any) -> None:
 
 
 def add_step_messages(aborts: list[Any], scheduler: Any) -> None:
-    """What the rank that receives requests has to tell goes to all ranks with them."""
+    """Send the messages of the rank that receives requests to all ranks with these requests."""
     step_messages = getattr(scheduler.tree_cache, "step_messages", None)
     if step_messages is not None:
         aborts.extend(step_messages.poll())

@@ -179,7 +179,7 @@ def track_load_snapshots(init: Callable[..., None], writer: Any, *args: Any, **n
 
 
 def hide_keys(told: Any, *_: Any, **__: Any) -> Any:
-    """What hides the secret of watermarks in arguments, wherever they are told, hides keys, too."""
+    """Hide keys where SGLang hides the secret of watermarks in arguments."""
     from sglang_hybrid.serving.requests.secrets import without_keys
 
     return without_keys(told)

@@ -87,7 +87,7 @@ class _Importing(RuntimeEndpoint):
         self._pml = pml
 
     def _add_images(self, s: StreamExecutor, data: dict[str, Any]) -> None:
-        """What SGLang calls with the body of each request to /generate."""
+        """Called by SGLang with the body of each request to /generate."""
         if s.images_:
             raise ValueError("a prompt of a schema holds text only; send images without one.")
         if "text" in data:

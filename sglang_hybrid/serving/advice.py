@@ -28,7 +28,7 @@ RADIX_CACHE_DISABLED = (
 
 
 def who_sees_the_page(api_key: str | None, admin_api_key: str | None) -> list[str]:
-    """What is said of a page (`--hybrid-ui`) that others than operators may open: one line, or
+    """The warning about a page (`--hybrid-ui`) that others than operators may open: one line, or
     none.
     """
     if admin_api_key:
@@ -42,7 +42,7 @@ def who_sees_the_page(api_key: str | None, admin_api_key: str | None) -> list[st
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """What one rank of a server serves with.
+    """The settings and sizes that one rank of a server serves with.
 
     Args:
         slots: state slots that were allocated; 0 for a model without recurrent state.

@@ -238,7 +238,7 @@ def registered_backends() -> list[str]:
 
 
 def has_recurrent_state(model_path: str) -> bool:
-    """Whether a model keeps states; True where its config is not at hand, for it may."""
+    """True if a model keeps states; True where its config is not at hand, for it may."""
     directory = Path(model_path).expanduser()
     if not directory.is_dir():
         return True

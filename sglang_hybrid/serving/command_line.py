@@ -1,4 +1,4 @@
-"""What is wrong with a command line, as far as that is known before SGLang is imported.
+"""Finds mistakes of a command line before SGLang is imported.
 
 Importing SGLang takes ten seconds and more. The names of its flags are read from its sources, so
 that a misspelt one is found at once. Those flags that are checked beforehand (`preflight.py`) are

@@ -1,26 +1,29 @@
-"""Our flags: their names, defaults and checks.
+"""Our settings: one table of their names, types, defaults, checks and help.
 
 The launcher puts them into the environment, where every process that SGLang starts finds them; so
 can anyone who starts an `sglang.Engine`: SGLANG_HYBRID_EVICTION=marconi is --hybrid-eviction
-marconi. What only measurements and tests set is no flag (`variables.py`).
+marconi.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.records.pin import DEFAULT_SHARE
+from sglang_hybrid.core.programs import MOST_PROCESSES, whole
+from sglang_hybrid.core.records.pin import DEFAULT_SHARE, MOST_OF_ALL
 from sglang_hybrid.serving.flag_values import (
     DEFAULT_ALPHA,
     EXACT_COPIES,
     NO_CODED_ENTRIES,
     ORDER_OPTIONS,
+    TINY_MODELS,
     TRAINED,
     Admission,
     ClientLines,
@@ -31,10 +34,20 @@ from sglang_hybrid.serving.flag_values import (
     NativeKernels,
     Schedule,
     Ui,
+    codec,
+    count,
+    eviction,
     flag_name,
+    hosts,
+    links,
+    nonnegative,
+    one_of,
+    order,
+    share,
+    tenants,
+    variable_name,
 )
-from sglang_hybrid.serving.flags import add_flags
-from sglang_hybrid.serving.variables import PARTS, VARIABLES, variable
+from sglang_hybrid.serving.flags import VARIABLE, add_flags, flag, variable
 
 BACKEND = "hybrid"
 """Our name for SGLang's --radix-cache-backend."""
@@ -45,40 +58,174 @@ CPU_ATTENTION = "hybrid_cpu"
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """What `python -m sglang_hybrid.launch_server` takes beside SGLang's own flags."""
+    """The settings beside SGLang's own flags, a row each: a flag, a variable of the environment, or
+    a part of what the flag above it says.
+    """
 
-    hybrid_eviction: Eviction = Eviction.AUTO
+    # What is kept and what is evicted.
+    hybrid_eviction: Eviction = flag(
+        Eviction.AUTO,
+        "what is evicted first when KV or state slots run short: the node that saves the "
+        "fewest FLOPs per byte, weighed by recency (marconi; marconi:ALPHA sets the weight of "
+        f"FLOPs, 0 is recency alone, {DEFAULT_ALPHA:g} without a tuner) or by how likely it is "
+        "used again (reuse), the node whose own last hit is longest ago (lru), what SGLang itself "
+        "would evict (sglang-lru; no decisions are recorded), the node that is cheapest to replay "
+        "(seglen), greedy-dual size frequency (gdsf); auto is reuse, and with "
+        "--hybrid-tuner-workers switches to what finds more in a replay of the server's own "
+        "traffic",
+        metavar="POLICY",
+        read=eviction,
+    )
     hybrid_alpha: float | None = None
-    hybrid_admission: Admission = Admission.JUDICIOUS
-    hybrid_min_branch_tokens: int = MIN_BRANCH_TOKENS
-    hybrid_slots_per_request: int = 0
-    hybrid_memory: Memory = Memory.AUTO
-    hybrid_schedule: Schedule = Schedule.SGLANG
+    hybrid_admission: Admission = flag(
+        Admission.JUDICIOUS,
+        "which states are kept: exact ones where prompts branch, at the start of the last message, "
+        "at the end of a prompt and of an answer, each if it is worth more than what it pushes "
+        "out (judicious); every one that SGLang tracks (all)",
+    )
+    hybrid_memory: Memory = flag(
+        Memory.AUTO,
+        "how KV and states divide the device's memory: they share one budget of bytes, which is "
+        "what SGLang's two pools (--max-total-tokens and --max-mamba-cache-size, or their "
+        "defaults) would take together, and what is worth least makes room for either (one); each "
+        "has its pool (split); auto is one on the CPU platform for a hybrid model with planned "
+        "checkpoints, split elsewhere and with --mamba-full-memory-ratio",
+    )
+    hybrid_pin_share: float = flag(
+        DEFAULT_SHARE,
+        "share of the device's memory that what one tenant pins may take: of KV and of states; all "
+        f"tenants together pin {MOST_OF_ALL:g} of it at most, and with 0 nothing is pinned",
+        metavar="SHARE",
+        read=share,
+    )
+    hybrid_full_hit: FullHit = flag(
+        FullHit.OFF,
+        "answer a prompt that was asked twice without a forward when it comes again: the state "
+        "behind its last token is kept, and the hidden state from which its first token is sampled",
+    )
+    # Which request runs when.
+    hybrid_schedule: Schedule = flag(
+        Schedule.SGLANG,
+        "in which order waiting requests run: of those at the front of the queue, first "
+        "those of whose prefill least remains (window), or those that reuse something, then "
+        "those that reuse nothing, then those that must load (car); as they came (fcfs), or "
+        "the longest hit first (lpm), as in SGLang; sglang is what --schedule-policy says. "
+        "window and car take options, as in window:size=128,overtaken=64,seconds=60: how many "
+        "requests they choose from, and how many may overtake one, and for how long it may wait, "
+        "before it is overtaken no more",
+        metavar="ORDER",
+        read=order,
+    )
     hybrid_schedule_window: int = 128
     hybrid_schedule_overtaken: int = 64
     hybrid_schedule_seconds: float = 60.0
-    hybrid_history_mb: int = 64
-    hybrid_answers_mb: int = 64
-    hybrid_drain_seconds: float = 20.0
-    hybrid_tuner_workers: int = 0
-    hybrid_tuner_window: int = 0
-    hybrid_record: str = ""
-    hybrid_prewarm: str = ""
-    hybrid_pin_share: float = DEFAULT_SHARE
-    hybrid_offload_watermark: float = 0.6
-    hybrid_simulate_bandwidth: str = ""
-    hybrid_native_kernels: NativeKernels = NativeKernels.AUTO
-    hybrid_client_lines: ClientLines = ClientLines.DROP
-    hybrid_disk_folder: str = ""
-    hybrid_disk_mb: int = 0
-    hybrid_warm_start: int = 0
-    hybrid_tier_codec: CodecChoice = EXACT_COPIES
-    hybrid_device_codec: CodecChoice = NO_CODED_ENTRIES
-    hybrid_tenants: str = ""
-    hybrid_hosts: str = ""
-    hybrid_ui: Ui = Ui.OFF
-    hybrid_full_hit: FullHit = FullHit.OFF
-    hybrid_default_model: str = TRAINED
+    # What is learnt from traffic, and what is computed before it.
+    hybrid_tuner_workers: int = flag(
+        0,
+        "processes that replay recent requests under other policies: now and then, at the lowest "
+        "priority, for --hybrid-eviction auto, or under other alphas, for marconi; 0 turns that "
+        "off",
+        metavar="N",
+        read=whole(0, MOST_PROCESSES),
+    )
+    hybrid_record: str = flag(
+        "",
+        "write every finished request there, for the replay: its token ids and arrival (python -m "
+        "sglang_hybrid.replay)",
+        metavar="FILE",
+    )
+    hybrid_prewarm: str = flag(
+        "",
+        "compute the prompts in this file when the server has started: one JSON object a "
+        "line, with messages, text, input_ids or pml as in a request, or with schema and "
+        "budget_mb",
+        metavar="FILE",
+    )
+    # Memory and disk below the device.
+    hybrid_disk_folder: str = flag(
+        "",
+        "where --hicache-storage-backend file keeps KV and states: in a folder "
+        "sglang_hybrid-tier of its own; by default what SGLang's own settings name, or "
+        "sglang_hybrid/tiers in the user's folder of caches; mooncake://HOST:PORT is a store "
+        "that several servers share",
+        metavar="DIR",
+    )
+    hybrid_disk_mb: int = flag(
+        0,
+        "MiB that this folder may take: shared by all ranks; 0 is all but 5%% of the disk",
+        metavar="N",
+        read=count,
+    )
+    hybrid_warm_start: int = flag(
+        0,
+        "MiB of what the disk holds that a starting server reads into memory: per rank, while it "
+        "already serves, what was used last, states first",
+        metavar="MB",
+        read=count,
+    )
+    hybrid_tier_codec: CodecChoice = flag(
+        EXACT_COPIES,
+        "how copies of KV and states are stored below the device: as they are (exact), as "
+        "bfloat16 (bf16), or as int8 with a scale for each row (int8); hits on copies that are not "
+        "exact say so. auto:LOGPROB measures at the start how far each layer's smaller copies "
+        "move log probabilities, and gives each the smallest codec within this bound",
+        metavar="CODEC",
+        read=codec(EXACT_COPIES.codec),
+    )
+    hybrid_device_codec: CodecChoice = flag(
+        NO_CODED_ENTRIES,
+        "how KV and states that would be evicted are kept on the device instead: not at all (off), "
+        "or in a half or a quarter of their bytes, as bfloat16 (bf16) or as int8 with a scale for "
+        "each row (int8); a hit decodes them, and says that it is not exact. auto:LOGPROB measures "
+        "at the start how far smaller KV and smaller states move log probabilities, and takes the "
+        "smallest codec within this bound for each of both",
+        metavar="CODEC",
+        read=codec(NO_CODED_ENTRIES.codec),
+    )
+    # Whose a request is.
+    hybrid_tenants: str = flag(
+        "",
+        "what makes tenants, and whether one is required: beside extra_key, cache_salt and the "
+        "header X-Hybrid-Tenant, the API key that a client sends (api-key); and whether a request "
+        "without a tenant is refused (required); or both, as api-key,required",
+        metavar="WORDS",
+        read=tenants,
+    )
+    # What an operator sees.
+    hybrid_hosts: str = flag(
+        "",
+        "names by which this server may be asked at /hybrid_cache/: with commas between them, "
+        "beside localhost, the address that it is bound to and this machine's name; a request with "
+        "another name in its header Host is refused, since a web page may have made it",
+        metavar="NAMES",
+        read=hosts,
+    )
+    hybrid_ui: Ui = flag(
+        Ui.OFF,
+        "a live page of the cache at /hybrid_cache/: it takes the admin key if one is set, and "
+        "shows lengths and hashes of what was sent (lengths), or its text, too (text)",
+    )
+    # The model of a server without --model-path.
+    hybrid_default_model: str = flag(
+        TRAINED,
+        "the embedded tiny model that is served without --model-path: trained, which "
+        "answers questions about Python's standard library, or one of random weights: "
+        f"{', '.join(TINY_MODELS)}",
+        metavar="MODEL",
+        choices=[TRAINED, *TINY_MODELS],
+    )
+    # Variables of the environment that few will set: on no trace does another value gain a point
+    # (docs/tried.md), or only measurements set it, or few want another value.
+    hybrid_min_branch_tokens: int = variable(MIN_BRANCH_TOKENS, count)
+    hybrid_slots_per_request: int = variable(0, count)
+    hybrid_history_mb: int = variable(64, count)
+    hybrid_answers_mb: int = variable(64, count)
+    hybrid_drain_seconds: float = variable(20.0, nonnegative)
+    hybrid_tuner_window: int = variable(0, count)
+    hybrid_offload_watermark: float = variable(0.6, share)
+    hybrid_simulate_bandwidth: str = variable("", links)
+    hybrid_native_kernels: NativeKernels = variable(NativeKernels.AUTO, one_of(NativeKernels))
+    hybrid_client_lines: ClientLines = variable(ClientLines.DROP, one_of(ClientLines))
 
     @property
     def policy(self) -> Eviction:
@@ -106,12 +253,12 @@ class HybridConfig:
 
     @property
     def is_judicious(self) -> bool:
-        """Whether states are kept only where they are likely to be used again."""
+        """True if states are kept only where they are likely to be used again."""
         return self.hybrid_admission is Admission.JUDICIOUS
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a policy was asked for by name or by its alpha."""
+        """True if a policy was asked for by name or by its alpha."""
         return self.hybrid_eviction is not Eviction.AUTO or self.hybrid_alpha is not None
 
     @property
@@ -124,14 +271,13 @@ class HybridConfig:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether other policies are tried on the traffic."""
+        """True if other policies are tried on the traffic."""
         return not self.pinning_flag and self.hybrid_tuner_workers > 0
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser, *, brief: bool = False) -> None:
         """Add our flags to `parser`, in a group of their own. brief: one line of help for each."""
-        defaults = {field.name: field.default for field in fields(HybridConfig)}
-        add_flags(parser, defaults, brief=brief)
+        add_flags(parser, fields(HybridConfig), brief=brief)
 
     @classmethod
     def split(
@@ -144,20 +290,22 @@ class HybridConfig:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         cls.add_flags(parser)
         namespace, rest = parser.parse_known_args(list(argv))
-        variables = vars(_read(environment, VARIABLES))
+        variables = vars(_read(_said(environment, VARIABLES)))
         given = {name: variables[name] for name in VARIABLES if name in variables}
         return cls._from(given | vars(namespace)), rest
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> HybridConfig:
-        """What the variables say, defaults elsewhere; raises ValueError for a bad value."""
+        """The settings of this process: of its variables, defaults elsewhere. The same object as
+        long as they say the same. Raises ValueError for a bad value.
+        """
         names = (field.name for field in fields(cls) if field.name not in PARTS)
-        return cls._from(vars(_read(environment, names)))
+        return _parsed(_said(environment, names))
 
     def to_environment(self, environment: MutableMapping[str, str] | None = None) -> None:
         """Put every setting where `from_environment` finds it."""
         environment = os.environ if environment is None else environment
-        environment.update({variable(name): text for name, text in self._texts().items()})
+        environment.update({variable_name(name): text for name, text in self._texts().items()})
 
     def overrides(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Variables of `environment` that say something else than these settings, and the flags
@@ -165,9 +313,9 @@ class HybridConfig:
         """
         ours = {name: text for name, text in self._texts().items() if name not in VARIABLES}
         return {
-            variable(name): flag_name(name)
+            variable_name(name): flag_name(name)
             for name, text in ours.items()
-            if environment.get(variable(name), text) != text
+            if environment.get(variable_name(name), text) != text
         }
 
     def changed(self) -> dict[str, str]:
@@ -176,7 +324,9 @@ class HybridConfig:
         """
         ours, default = self._texts(), HybridConfig()._texts()
         return {
-            name: f"{variable(name)}={text}" if name in VARIABLES else f"{flag_name(name)} {text}"
+            name: f"{variable_name(name)}={text}"
+            if name in VARIABLES
+            else f"{flag_name(name)} {text}"
             for name, text in ours.items()
             if text != default[name]
         }
@@ -210,14 +360,31 @@ class HybridConfig:
         return config
 
 
-def _read(environment: Mapping[str, str] | None, names: Iterable[str]) -> argparse.Namespace:
-    """What the variables of these fields say, as their flags would. Raises ValueError."""
+VARIABLES: dict[str, Callable[[str], Any]] = {
+    setting.name: setting.metadata[VARIABLE]
+    for setting in fields(HybridConfig)
+    if VARIABLE in setting.metadata
+}
+"""By the name of a setting that is a variable and no flag, what reads its text."""
+
+PARTS = {setting.name for setting in fields(HybridConfig) if not setting.metadata}
+"""Settings that the value of another flag sets, as `--hybrid-eviction marconi:0.7`."""
+
+
+def _said(environment: Mapping[str, str] | None, names: Iterable[str]) -> tuple[str, ...]:
+    """The variables of these fields as flags with their values."""
     environment = os.environ if environment is None else environment
-    argv = []
-    for name in names:
-        text = environment.get(variable(name))
-        if text is not None:
-            argv += [flag_name(name), text]
+    said = ((flag_name(name), environment.get(variable_name(name))) for name in names)
+    return tuple(word for flag, text in said if text is not None for word in (flag, text))
+
+
+@lru_cache(maxsize=1)
+def _parsed(argv: tuple[str, ...]) -> HybridConfig:
+    return HybridConfig._from(vars(_read(argv)))
+
+
+def _read(argv: Sequence[str]) -> argparse.Namespace:
+    """The values of variables that are given as flags. Raises ValueError."""
     parser = _Raising(add_help=False)
     HybridConfig.add_flags(parser)
     for name, read in VARIABLES.items():

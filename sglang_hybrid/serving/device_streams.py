@@ -54,7 +54,7 @@ def to_device(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def host_is_device() -> bool:
-    """Whether the device is the host, as on the CPU platform: what a stream there waits for has
+    """True if the device is the host, as on the CPU platform: what a stream there waits for has
     happened when the call returns.
     """
     return bool(getattr(_transfers().current_stream(), "is_host", False))

@@ -1,4 +1,4 @@
-"""Whether this process serves on the CPU platform of this package, or on one that SGLang has."""
+"""The platform of this process: the CPU platform of this package, or one that SGLang has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CPU_PLATFORM: Final = "sglang_hybrid.extensions.cpu.platform.HybridCpuPlatform"
 
 
 def serves_on_cpu() -> bool:
-    """Whether SGLang's platform in this process is ours."""
+    """True if SGLang's platform in this process is ours."""
     from sglang.srt.platforms import current_platform
 
     of = type(current_platform)
@@ -18,7 +18,7 @@ def serves_on_cpu() -> bool:
 
 
 def is_ours() -> bool:
-    """Whether SGLang has no platform of its own for this machine."""
+    """True if SGLang has no platform of its own for this machine."""
     return os.environ.get("SGLANG_USE_CPU_ENGINE", "0") != "1" and not accelerator_available()
 
 

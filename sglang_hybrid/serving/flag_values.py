@@ -17,13 +17,13 @@ SMALLER_CODECS: Final = ("bf16", "int8")
 """Names of `sglang_hybrid.storage.codecs.codecs.Codec`, which needs torch."""
 
 SHARED = "mooncake://"
-"""How `--hybrid-disk-folder` begins where several servers share a store: mooncake://HOST:PORT, of
-Mooncake's master.
+"""The beginning of `--hybrid-disk-folder` where several servers share a store:
+mooncake://HOST:PORT, of Mooncake's master.
 """
 
 API_KEY, REQUIRED = "api-key", "required"
 TENANTS = (API_KEY, REQUIRED)
-"""What `--hybrid-tenants` may say."""
+"""The words of `--hybrid-tenants`."""
 
 TRAINED: Final = "trained"
 """The embedded model whose weights are in this package."""
@@ -40,12 +40,12 @@ AUTO_ALPHA = "auto"
 DEFAULT_ALPHA = 1.0
 
 Fields = dict[str, Any]
-"""What one flag says of several settings, by the names of `HybridConfig`'s fields."""
+"""The values of several settings that one flag gives, by the names of `HybridConfig`'s fields."""
 
 
 class Eviction(Enum):
-    """What is evicted first when a pool is full. SGLANG_LRU: SGLang's own order, without our tree
-    of records; LRU: the least recently used by our records.
+    """The policy that chooses what is evicted first when a pool is full. SGLANG_LRU: SGLang's own
+    order, without our tree of records; LRU: the least recently used by our records.
     """
 
     AUTO = "auto"
@@ -58,7 +58,7 @@ class Eviction(Enum):
 
 
 class Admission(Enum):
-    """Which positions of a prefill get a checkpoint."""
+    """Positions of a prefill that get a checkpoint."""
 
     JUDICIOUS = "judicious"
     ALL = "all"
@@ -75,12 +75,12 @@ class Schedule(Enum):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this package orders the queue; otherwise one of SGLang's policies does."""
+        """True if this package orders the queue; otherwise one of SGLang's policies does."""
         return self in (Schedule.WINDOW, Schedule.CAR)
 
 
 class Memory(Enum):
-    """Whether KV and states share their bytes."""
+    """The division of bytes between KV and states."""
 
     AUTO = "auto"
     ONE = "one"
@@ -88,7 +88,7 @@ class Memory(Enum):
 
 
 class Ui(Enum):
-    """What the live page shows of prompts, or that there is no page."""
+    """The parts of prompts that the live page shows, or that there is no page."""
 
     OFF = "off"
     LENGTHS = "lengths"
@@ -108,7 +108,7 @@ class CodecChoice:
 
     @property
     def may_change(self) -> bool:
-        """Whether copies may be something else than what was computed."""
+        """True if copies may be something else than what was computed."""
         return self.error > 0 or self.codec in SMALLER_CODECS
 
     def __str__(self) -> str:
@@ -121,22 +121,22 @@ NO_CODED_ENTRIES: Final = CodecChoice("off")
 
 
 class FullHit(Enum):
-    """Whether a prompt that is asked for the third time is answered without a forward."""
+    """The switch for answering a prompt that is asked for the third time without a forward."""
 
     OFF = "off"
     ON = "on"
 
 
 class NativeKernels(Enum):
-    """Whether the CPU platform compiles kernels of its own."""
+    """The switch for compiling kernels on the CPU platform."""
 
     AUTO = "auto"
     OFF = "off"
 
 
 class ClientLines(Enum):
-    """Whether lines that clients put before a system prompt and that change with every request are
-    left out of it.
+    """The treatment of lines that clients put before a system prompt and that change with every
+    request.
     """
 
     DROP = "drop"
@@ -146,6 +146,11 @@ class ClientLines(Enum):
 def flag_name(field: str) -> str:
     """The flag of a field of our settings, or of SGLang's arguments."""
     return "--" + field.replace("_", "-")
+
+
+def variable_name(field: str) -> str:
+    """The environment variable of a field of our settings."""
+    return "SGLANG_" + field.upper()
 
 
 nonnegative = number(0, MOST_SECONDS)

@@ -31,8 +31,8 @@ def values(headers: Headers, name: str) -> list[str]:
 
 
 def value(headers: Headers, name: str) -> str | None:
-    """What a request says under a name; None if it says nothing. Raises ValueError where it says
-    two things.
+    """The value that a request gives under a name; None if there is none. Raises ValueError where
+    it says two things.
     """
     said = set(values(headers, name))
     if len(said) > 1:

@@ -1,4 +1,4 @@
-"""How much memory this process may use: the machine's, or its container's if that is less."""
+"""The memory that this process may use: the machine's, or its container's if that is less."""
 
 import ctypes
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which images, videos and sounds of prompts are the same.
+"""Identities of images, videos and sounds in prompts.
 
 SGLang takes two for the same if a hash of 64 bits of their values is. A page upright and the same
 page across may have equal values, in patches, and differ in their grid alone. And what its encoders
@@ -31,7 +31,7 @@ def tell_apart(item: Any, tenant: Tenant) -> None:
 
 
 def _parts(item: Any) -> Iterator[bytes]:
-    """What an item has beside its values: a grid of patches, or seconds of frames."""
+    """The data of an item beside its values: a grid of patches, or seconds of frames."""
     yield item.modality.name.encode()
     for name, value in sorted(item.model_specific_data.items()):
         if isinstance(value, torch.Tensor):

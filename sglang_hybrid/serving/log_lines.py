@@ -14,7 +14,7 @@ from typing import Any
 from sglang_hybrid.core.sentences import plain
 
 NAMES = "sglang"
-"""How the names of SGLang's loggers begin, and of ours."""
+"""The beginnings of the names of SGLang's loggers, and of ours."""
 
 INDENT = " " * 4
 

@@ -63,7 +63,7 @@ def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True
 
 
 def is_elsewhere(path: str) -> bool:
-    """Whether a path is a name on the Hugging Face hub or a URL, which SGLang resolves."""
+    """True if a path is a name on the Hugging Face hub or a URL, which SGLang resolves."""
     return bool(_HUB_NAME.fullmatch(path)) or "://" in path
 
 
@@ -106,7 +106,7 @@ def check_hub(name: str, flag: str) -> None:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory has a tokenizer's files."""
+    """True if a directory has a tokenizer's files."""
     return any((directory / name).exists() for name in _TOKENIZERS)
 
 
@@ -129,7 +129,7 @@ def weight_bytes(model_directory: Path) -> int:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """Those of the first format that there are files of."""
+    """The files of the first format that there are files of."""
     found = ([*directory.glob(pattern)] for pattern in _WEIGHTS)
     return next(filter(None, found), [])
 

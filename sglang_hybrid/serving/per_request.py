@@ -1,4 +1,4 @@
-"""What is known of a request is kept on the request itself, and is freed with it."""
+"""Values that are kept on a request itself, and are freed with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be known to fail before a model is loaded, each said in one sentence."""
+"""Checks before a model is loaded; each failure is one sentence."""
 
 import argparse
 import errno
@@ -32,7 +32,7 @@ TRACE_PACKAGES = (
     "opentelemetry.exporter.otlp.proto.grpc",
     "opentelemetry.exporter.otlp.proto.http",
 )
-"""What SGLang imports for traces (observability/trace.py)."""
+"""The packages that SGLang imports for traces (observability/trace.py)."""
 
 LEAST_TOKENS = 16
 """KV tokens: with fewer, the request that SGLang sends to itself at the start never runs."""
@@ -59,7 +59,7 @@ ABOVE_ZERO = {
     "mamba_full_memory_ratio": (1e9, "a number above 0"),
     "hicache_ratio": (1e9, "a number above 0"),
 }
-"""Those that are numbers above 0: the largest, and what is accepted in words."""
+"""Flags that are numbers above 0: the largest, and what is accepted in words."""
 
 
 RECURRENT_HEADS = (
@@ -105,7 +105,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def _other_address(error: OSError) -> str:
-    """What helps where a server cannot listen."""
+    """The remedy where a server cannot listen."""
     if error.errno == errno.EADDRINUSE:
         return "stop the program that uses it or choose another --port"
     if error.errno in (errno.EACCES, errno.EPERM):

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 SEMAPHORE = "sem."
 LOADS = "sglang_loads_"
-"""How the names of shared memory begin that is known to the resource tracker."""
+"""The beginnings of names of shared memory that is known to the resource tracker."""
 
 SGLANG_PROCESSES = "sglang.srt.managers."
 """Where the functions are that SGLang starts as processes."""
@@ -82,7 +82,7 @@ def register_shared_memory(path: str) -> None:
 
 
 def is_http_worker() -> bool:
-    """Whether this is one of several tokenizer processes (`--tokenizer-worker-num`), which uvicorn
+    """True if this is one of several tokenizer processes (`--tokenizer-worker-num`), which uvicorn
     starts.
     """
     function = getattr(multiprocessing.current_process(), "_target", None)
@@ -90,7 +90,7 @@ def is_http_worker() -> bool:
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether this process is Python's resource tracker, which ends when all others have."""
+    """True if this process is Python's resource tracker, which ends when all others have."""
     return pid == getattr(resource_tracker._resource_tracker, "_pid", None)
 
 

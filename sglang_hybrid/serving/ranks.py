@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SECONDS: Final = 60.0
-"""How long a rank that failed waits for the others."""
+"""Seconds that a rank that failed waits for the others."""
 
 
 def of_all_stages(value: T, params: CacheInitParams) -> list[T]:
-    """What each stage of a server's pipeline (`--pp-size`) gives as `value`, in their order. Every
-    stage calls this at the same place, and waits there for the others.
+    """The `value` of each stage of a server's pipeline (`--pp-size`), in their order. Every stage
+    calls this at the same place, and waits there for the others.
     """
     if params.pp_size == 1:
         return [value]

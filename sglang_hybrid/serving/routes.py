@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -180,10 +179,9 @@ def _bound_to() -> str:
     return str(get_serving().host)
 
 
-@lru_cache(maxsize=1)
-def _more_hosts() -> frozenset[str]:
+def _more_hosts() -> list[str]:
     """The names of `--hybrid-hosts`."""
-    return frozenset(HybridConfig.from_environment().hybrid_hosts.split(","))
+    return HybridConfig.from_environment().hybrid_hosts.split(",")
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -18,7 +18,7 @@ import psutil
 import requests
 
 TIDY_SECONDS = 3.0
-"""How long the processes of a server may outlast the first one."""
+"""Seconds that the processes of a server may outlast the first one."""
 
 
 class ServerFailed(RuntimeError):

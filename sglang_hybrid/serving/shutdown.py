@@ -1,4 +1,4 @@
-"""How a server ends: it refuses new requests, lets the others end for a bounded time, and leaves
+"""The end of a server: it refuses new requests, lets the others end for a bounded time, and leaves
 nothing behind.
 
 SGLang by itself lets requests go on after SIGTERM for as long as they take, waits for open streams
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MESSAGE = "The server is shutting down."
-"""What a request that is refused or cut off is told, with status 503."""
+"""The message for a request that is refused or cut off, with status 503."""
 
 DIED = "A process of the server has ended, so it cannot go on."
-"""What such a request is told if the server was not asked to end."""
+"""The message for such a request if the server was not asked to end."""
 
 PROCESS_DIED = os.EX_SOFTWARE
 """Exit status (70) of a server that ends because one of its processes did."""
@@ -51,11 +51,11 @@ STEP = 0.1
 """Seconds between two looks at what is left."""
 
 INTERRUPT_SECONDS = 3.0
-"""How long requests may go on after Ctrl-C, at most: somebody waits at the terminal."""
+"""Seconds that requests may go on after Ctrl-C, at most: somebody waits at the terminal."""
 
 BODY_SECONDS = 5.0
-"""How long the body of a request that is refused is read: a connection that is closed before may
-lose the answer.
+"""Seconds that the body of a request that is refused is read: a connection that is closed before
+may lose the answer.
 """
 
 RETRY = {"Retry-After": "1", "Connection": "close"}
@@ -64,19 +64,22 @@ has taken over by then. A router sends the request to another server itself (rou
 """
 
 ANSWERED = ("/metrics", "/abort_request", "/v1/responses/")
-"""How paths begin that are answered to the end: they concern requests that run, or count them."""
+"""Beginnings of paths that are answered to the end: they concern requests that run, or count them.
+"""
 
 RELEASE_SECONDS = 3.5
-"""How long schedulers may take to release what they hold (device memory, pinned host memory)."""
+"""Seconds that schedulers may take to release what they hold (device memory, pinned host memory).
+"""
 
 CLOSE_SECONDS = 2.7
-"""How long the HTTP server may take to stop; after each stream it has a task of 2 seconds left."""
+"""Seconds that the HTTP server may take to stop; after each stream it has a task of 2 seconds left.
+"""
 
 LATE_OUTPUT = "the state was deleted in TokenizerManager"
-"""What SGLang says of an output whose request is not there (managers/tokenizer_manager.py)."""
+"""SGLang's log line about an output whose request is not there (managers/tokenizer_manager.py)."""
 
 TITLE = "sglang::"
-"""How SGLang's processes call themselves, but for the first."""
+"""The names of SGLang's processes, but for the first."""
 
 
 @dataclass
@@ -346,7 +349,7 @@ def leave_after_failure() -> Never:
 
 
 def _starting() -> bool:
-    """Whether an HTTP server has not answered its own first request yet."""
+    """True if an HTTP server has not answered its own first request yet."""
     server: Any = sys.modules.get("sglang.srt.entrypoints.http_server")
     if server is None:
         return False

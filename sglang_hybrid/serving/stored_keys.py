@@ -70,7 +70,7 @@ def exact_key(extra_key: str | None) -> str:
 
 
 def is_exact_part(extra_key: str | None) -> bool:
-    """Whether what is stored under this key must stay exact."""
+    """True if what is stored under this key must stay exact."""
     return extra_key is not None and extra_key.startswith(EXACT)
 
 

@@ -56,7 +56,7 @@ Tenant: TypeAlias = NamedTenant | None
 """None where there is neither a key nor a salt."""
 
 FIELDS = ("extra_key", "cache_salt")
-"""What a request says of its tenant, beside its adapter."""
+"""The fields in which a request names its tenant, beside its adapter."""
 
 ADAPTER_FIELDS = ("model", "lora_path")
 """The fields of a body that may name an adapter."""
@@ -140,7 +140,7 @@ def serve_for(http: Http) -> Http:
 
 
 def tenant_fields(http: Request) -> dict[str, str | list[str]]:
-    """What an HTTP request says of its tenant: of `FIELDS`, those that it names. Its body must have
+    """The tenant that an HTTP request names: of `FIELDS`, those that it gives. Its body must have
     been read, as FastAPI does before it calls an endpoint. Raises ValueError.
     """
     sources = [getattr(http, place, None) for place in ("query_params", "_form", "_json")]
@@ -227,15 +227,14 @@ def own_headers() -> dict[str, str]:
     return {f"X-Hybrid-{HEADER}": secrets.token_hex(8)} if REQUIRED in _sources() else {}
 
 
-@lru_cache(maxsize=1)
-def _sources() -> frozenset[str]:
-    """What `--hybrid-tenants` says."""
-    return frozenset(HybridConfig.from_environment().hybrid_tenants.split(","))
+def _sources() -> list[str]:
+    """The words of `--hybrid-tenants`."""
+    return HybridConfig.from_environment().hybrid_tenants.split(",")
 
 
 def _key_part(http: Request) -> str:
-    """What the API key of a client makes of its extra key, "" of one without a key, and where keys
-    make no tenants.
+    """The part of a client's extra key that comes from its API key, "" of one without a key, and
+    where keys make no tenants.
     """
     key = _api_key(getattr(http, "headers", {})) if API_KEY in _sources() else ""
     return f"{OF_KEY}{tenant_names().of_api_key(key)}/" if key else ""

@@ -1,4 +1,4 @@
-"""What SGLang's third tier needs of a place that keeps objects."""
+"""The interface of a place that keeps objects for SGLang's third tier."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Store(Protocol):
         ...
 
     def contains(self, kind: str, keys: Sequence[str]) -> list[bool]:
-        """Which objects are there; they count as used."""
+        """A mask of the objects that are there; they count as used."""
         ...
 
     def knows(self, kind: str, keys: Sequence[str]) -> list[bool]:
-        """Which objects are there; asking for them is no use of them."""
+        """A mask of the objects that are there; asking for them is no use of them."""
         ...
 
     def clear(self) -> None:

@@ -144,31 +144,6 @@ def test_what_a_request_holds_stays() -> None:
 # What a state is worth.
 
 
-def test_savings_count_from_the_anchor_and_change_when_it_goes() -> None:
-    it = server()
-    it.serve(run(20), run(5, 1))
-    shallow = it.cache.shadow_tree.record(node(it, run(20)))
-    deep = it.cache.shadow_tree.record(node(it, [*run(20), *run(5, 1)[:4]]))
-    assert (shallow.anchor_depth, deep.anchor_depth) == (0, 20)
-    assert COST.savings(deep.depth, deep.anchor_depth) == COST.flops(24) - COST.flops(20)
-    hold = it.cache.lock(deep.payload.id)
-    assert evict_states(it) == 1  # the shallow one
-    assert deep.anchor_depth == 0
-    assert COST.savings(deep.depth, deep.anchor_depth) == COST.flops(24)
-    it.cache.unlock(hold)
-
-
-def test_only_the_time_of_the_node_that_was_hit_moves() -> None:
-    it = server()
-    it.serve(run(20), run(5, 1))
-    shallow = it.cache.shadow_tree.record(node(it, run(20)))
-    deep = it.cache.shadow_tree.record(node(it, [*run(20), *run(5, 1)[:4]]))
-    assert (shallow.last_used, deep.last_used) == (1, 1)
-    it.serve([*run(20), *run(5, 1)[:4], 99], [7])
-    assert (shallow.last_used, deep.last_used) == (1, 2)
-    assert (shallow.hits, deep.hits) == (0, 1)
-
-
 def test_an_access_counts_once_per_request_not_per_probe() -> None:
     it = server()
     it.serve(run(20), [7])

@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-from sglang_hybrid.chats import anthropic, client_lines
+from sglang_hybrid.chats import anthropic
 from sglang_hybrid.chats.client_lines import strip_messages, without_changing_lines
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch=0a1b2;"
-
-
-@pytest.fixture(autouse=True)
-def drop(monkeypatch: pytest.MonkeyPatch) -> Any:
-    client_lines.are_left_out.cache_clear()
-    yield
-    client_lines.are_left_out.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -176,14 +176,14 @@ def test_loads_on_the_turn_had_no_time_or_no_room_or_were_missed() -> None:
     device.turn("no_room")
     device.turn("no_room_no_time", had_time=False)
     assert (counts.on_turn, counts.no_time, counts.no_room) == (3, 1, 1)
-    assert (counts.cancelled, counts.in_vain, counts.complete) == (1, 1.0, 0.0)
+    assert (counts.cancelled, counts.wasted_bytes, counts.complete) == (1, counts.loaded_bytes, 0.0)
     device.sizes = {"a": 100, "b": 100}
     device.begin_due()
     for name in ("a", "b"):
         device.arrive(name)
         device.turn(name)
     assert (counts.loads, counts.complete) == (5, pytest.approx(2 / 3))
-    assert counts.in_vain == pytest.approx(1 / 3)
+    assert counts.wasted_bytes * 3 == counts.loaded_bytes
 
 
 def test_what_left_had_no_room_for_itself_only() -> None:

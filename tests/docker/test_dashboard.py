@@ -14,7 +14,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import CollectorRegistry
 
-from tests.dashboard import DASHBOARD, DOCKER, metrics, panels
+from tests.dashboard import DASHBOARD, DOCKER, metrics
 from tests.docker.exported import exported
 from tests.serving.telemetry.test_metrics import registry as registry  # a fixture
 
@@ -36,21 +36,6 @@ def lost(given: Any, kept: Any, path: str = "") -> list[str]:
     else:
         return [] if given == kept else [path]
     return [found for pair in pairs for found in lost(*pair)]
-
-
-def test_panels_have_their_own_number_and_place() -> None:
-    assert len({panel["id"] for panel in panels()}) == len(panels())
-    taken: set[tuple[int, int]] = set()
-    for panel in panels():
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        taken |= cells
 
 
 def test_our_metrics_are_there(registry: CollectorRegistry) -> None:

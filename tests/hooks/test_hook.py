@@ -260,7 +260,3 @@ def test_every_function_and_its_file_has_a_hash() -> None:
     files = known[len(functions) :]
     modules = {target.partition(":")[0].replace(".", "/") for target in functions}
     assert files == sorted(files) and {path.removesuffix(".py") for path in files} >= modules
-
-
-def test_every_hook_says_what_it_does() -> None:
-    assert all(hook.ours.__doc__ for hook in HOOKS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,17 +179,10 @@ def test_a_header_that_something_else_contradicts_is_refused(request_: Request) 
 
 
 @pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def sources(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A function that sets `--hybrid-tenants`, on a server with the keys `own` and `admin`."""
-
-    def give(words: str) -> None:
-        monkeypatch.setenv("SGLANG_HYBRID_TENANTS", words)
-        tenants._sources.cache_clear()
-
     monkeypatch.setattr(tenants, "server_keys", lambda: [b"own", b"admin"])
-    yield give
-    monkeypatch.undo()
-    tenants._sources.cache_clear()
+    return partial(monkeypatch.setenv, "SGLANG_HYBRID_TENANTS")
 
 
 def with_key(key: str, body: Any = None, **more: Any) -> Request:

@@ -78,7 +78,7 @@ class CodedEntries:
         return self._kv.bytes_beside + self._states.bytes_beside
 
     def describe(self) -> str:
-        """How small entries get, for the log."""
+        """The sizes of coded entries, for the log."""
         kv, states, beside = self._kv.parts, self._states.parts, self.bytes_beside
         return (
             f"entries are coded before they are evicted: {kv} tokens of KV in the place of one, "
@@ -253,7 +253,7 @@ class CodedEntries:
             node.component_data[KV].value = self._edges[node.id].owned
 
     def has_kv(self, node: UnifiedTreeNode) -> bool:
-        """Whether the KV of `node` is coded."""
+        """True if the KV of `node` is coded."""
         return node.id in self._edges
 
     def on_kv_eviction(self, node: UnifiedTreeNode) -> None:

@@ -1,4 +1,4 @@
-"""Which coded states share a slot of the state pool."""
+"""Groups of coded states that share a slot of the state pool."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Groups(Generic[Slot, Name]):
         return name in self._of
 
     def __len__(self) -> int:
-        """How many states there are."""
+        """The number of states."""
         return len(self._of)
 
     def of(self, name: Name) -> tuple[Group[Slot, Name], int]:

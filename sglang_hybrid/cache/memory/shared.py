@@ -1,4 +1,4 @@
-"""Which memory is behind SGLang's allocator of KV, and what room it has for a prefill batch."""
+"""The memory behind SGLang's allocator of KV, and its room for a prefill batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SharedBudget(PrefillBudget):
         return -(-slots * self.memory.state_bytes // self.memory.token_bytes)
 
     def slots_fit(self, slots: int, prefix_len: int) -> bool:
-        """Whether there would be room for so many states beside what has been admitted, if all were
+        """True if there would be room for so many states beside what has been admitted, if all were
         evicted that may be, but for a prefix of `prefix_len` tokens. A state needs whole granules.
         """
         memory, account = self.memory, self.memory.account

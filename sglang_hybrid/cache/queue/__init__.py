@@ -1,1 +1,1 @@
-"""Which waiting request runs next: the orders of `core` on SGLang's queue."""
+"""The order of waiting requests: the orders of `core` on SGLang's queue."""

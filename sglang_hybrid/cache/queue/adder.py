@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
@@ -10,12 +10,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
-
-
-class QueuedCache(Protocol):
-    """A cache whose requests wait in a queue of ours; `schedule` is None in one of SGLang's."""
-
-    schedule: ServedQueue | None
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 
 class ScheduledPrefillAdder(PrefillAdder):
@@ -24,7 +19,7 @@ class ScheduledPrefillAdder(PrefillAdder):
     overtaken no more ends the batch.
     """
 
-    tree_cache: QueuedCache
+    tree_cache: HybridRadixCache
 
     def __init__(self, *args: Any, waiting_queue: list[Req], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,7 +30,7 @@ class ScheduledPrefillAdder(PrefillAdder):
                 self.schedule.loads.ahead.places = kwargs.get("max_running_requests") or 1
 
     def can_run(self, req: Req) -> bool:
-        """Whether it is the turn of `req`."""
+        """True if it is the turn of `req`."""
         return self.schedule is None or self.schedule.can_run(req)
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:

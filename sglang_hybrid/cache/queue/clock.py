@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_TICKS: Final = 0.05
 SECONDS_WITHOUT_A_TICK: Final = 5.0
-"""How old a tick becomes if nobody waits for a time. Then the time is right to that extent, and a
-stamp that is far ahead of it cannot be of this host."""
+"""Seconds after which a tick is sent again if nobody waits for a time. Then the time is right to
+that extent, and a stamp that is far ahead of it cannot be of this host.
+"""
 
 FIRST_TICK: Final = 1.0
 """Where the seconds begin: 0 is no time where arrivals are recorded."""
@@ -89,7 +90,7 @@ class StepClock:
         return [self._offered[0]]
 
     def handlers(self) -> list[tuple[type, Callable[[ClockTick], None]]]:
-        """What the scheduler's dispatcher must know."""
+        """The handlers that the scheduler's dispatcher must know."""
         return [(ClockTick, self.tick)]
 
     def tick(self, tick: ClockTick) -> None:

@@ -12,9 +12,9 @@ at the same steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from sglang_hybrid.cache.queue.clock import SECONDS_BETWEEN_TICKS
 from sglang_hybrid.core.queue.lengths import Average
@@ -27,6 +27,8 @@ from sglang_hybrid.serving.tenants import tenant_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
 
 MARGIN: Final = 2 * SECONDS_BETWEEN_TICKS
 """Seconds by which a load begins before it must, besides those of a step: the clock is as exact as
@@ -44,34 +46,6 @@ SAMPLE_TOKENS: Final = 8
 
 FIRST_PACE: Final = 0.02
 """Seconds per decoded token until that is measured."""
-
-
-class LoadingCache(Protocol):
-    """What loads need of the cache."""
-
-    def begin_load(self, node_id: int, keep: Collection[int] | None = None) -> int:
-        """Load what of the path to a node only the host has. keep: nodes that stay for it; without
-        them all stays that somebody waits for, or that is worth more. Returns its bytes; 0 if there
-        is no room, or nothing to load.
-        """
-        ...
-
-    def is_loading(self) -> bool:
-        """Whether a load is under way."""
-        ...
-
-    def load_bytes(self, req: Req) -> int:
-        """Bytes that `req` must load before it runs, by its last look-up."""
-        ...
-
-    def missing_bytes(self, node_id: int) -> int:
-        """Bytes that a request which resumes from this node must load; 0 if it is gone."""
-        ...
-
-    @property
-    def most_bytes(self) -> int:
-        """Bytes that a load can have at most."""
-        ...
 
 
 @dataclass
@@ -108,7 +82,7 @@ class TimedLoads:
         speeds: in force on all ranks (`.speeds`).
     """
 
-    def __init__(self, cache: LoadingCache, speeds: Any) -> None:
+    def __init__(self, cache: AheadLoads, speeds: Any) -> None:
         self.ahead: LoadsAhead[Req] = LoadsAhead(
             self, margin=MARGIN, per_token=FIRST_PACE, places=1
         )

@@ -8,13 +8,12 @@ aborted and what ended. All ranks have the same queue, tree and clock, so they a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.common import match_kv_cache
 
-from sglang_hybrid.cache.queue.clock import StepClock
 from sglang_hybrid.core.queue.orders import Car, Order, Window
 from sglang_hybrid.core.queue.waiting import Bound, Prospect, ReuseKind
 from sglang_hybrid.core.queue.waiting_queue import Found, WaitingQueue
@@ -27,19 +26,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-    from sglang_hybrid.cache.queue.loads import LoadingCache, TimedLoads
+    from sglang_hybrid.cache.queue.loads import TimedLoads
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
-    from sglang_hybrid.core.costs.cost import CostModel
+    from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
     from sglang_hybrid.core.records.nodes import Node
-
-
-class ScheduledCache(Protocol):
-    """What the queue asks of its cache."""
-
-    tree_core: Any
-    cost: CostModel
-    shadow_tree: ShadowTree | None
-    step_clock: StepClock
 
 
 class ServedQueue:
@@ -54,7 +45,7 @@ class ServedQueue:
     """
 
     def __init__(
-        self, cache: ScheduledCache, order: Order, bound: Bound, priority_sign: int | None = None
+        self, cache: HybridRadixCache, order: Order, bound: Bound, priority_sign: int | None = None
     ) -> None:
         self.clock = cache.step_clock
         self.clock.join(self._needs_time)
@@ -77,7 +68,7 @@ class ServedQueue:
         self._arranged: tuple[Any, ...] = ()  # the queue that was arranged last
         self._prospects: PerRequest[tuple[int, Prospect]] = PerRequest()
 
-    def load_ahead(self, cache: LoadingCache, speeds: Any) -> None:
+    def load_ahead(self, cache: AheadLoads, speeds: Any) -> None:
         """There is a host below the device: loads begin before their requests' turns."""
         from sglang_hybrid.cache.queue.loads import TimedLoads
 
@@ -95,7 +86,7 @@ class ServedQueue:
         self._arranged = self._as_it_is(queue)
 
     def can_run(self, req: Req) -> bool:
-        """Whether `req` overtakes no request that may be overtaken no more."""
+        """True if `req` overtakes no request that may be overtaken no more."""
         return self._waiting.can_run(req)
 
     def on_start(self, req: Req) -> None:
@@ -144,7 +135,7 @@ class ServedQueue:
         self.loads.step(self._waiting.front, self.clock.now)
 
     def _needs_time(self, seconds: float) -> bool:
-        """Whether ticks are to be sent often."""
+        """True if ticks are to be sent often."""
         expects = self.loads is not None and len(self.loads.returns) > 0
         return expects or bool(self._waiting.front)
 
@@ -175,7 +166,7 @@ class ServedQueue:
         return self.clock.now if arrival is None else arrival
 
     def _look_up(self, req: Req) -> Found:
-        """What `req` could reuse now."""
+        """The prefix that `req` could reuse now."""
         tokens = req.origin_input_ids
         if req.output_ids:  # it was retracted
             tokens = tokens + req.output_ids
@@ -204,7 +195,7 @@ class ServedQueue:
 
     def _node(self, req: Req) -> Node | None:
         """The record of the node that `req` would resume from."""
-        shadow_tree = self._cache.shadow_tree
+        shadow_tree: ShadowTree | None = self._cache.shadow_tree
         if shadow_tree is None or not req.num_matched_prefix_tokens:
             return None
         return shadow_tree.record(self._cache.tree_core.node_by_id(req.best_match_node))
@@ -215,7 +206,7 @@ class ServedQueue:
 
 
 def make_served_queue(
-    cache: ScheduledCache, options: HybridConfig, priority_sign: int | None = None
+    cache: HybridRadixCache, options: HybridConfig, priority_sign: int | None = None
 ) -> ServedQueue | None:
     """As the flags say; None where SGLang orders the queue."""
     if not options.hybrid_schedule.is_ours:

@@ -89,7 +89,7 @@ class ShadowTree:
 
     @property
     def pools(self) -> list[Pool]:
-        """Those that have candidates."""
+        """The pools that have candidates."""
         two = self.has_states and not self.one_memory
         return [self.kv_pool, self.state_pool] if two else [self.kv_pool]
 
@@ -165,7 +165,7 @@ class ShadowTree:
         self.tree.pins.expire()
 
     def is_pin_over(self, seconds: float) -> bool:
-        """Whether the time of a pin is over at `seconds`."""
+        """True if the time of a pin is over at `seconds`."""
         return seconds >= self.tree.pins.next_expiry
 
     def on_time(self, seconds: float) -> None:
@@ -219,7 +219,7 @@ class ShadowTree:
         return _payload(self.state_pool.victim(last_resort=True))
 
     def codable(self, node: UnifiedTreeNode) -> Codable | None:
-        """What of `node`, the last victim, is to be coded; None if it is to be evicted."""
+        """The part of `node`, the last victim, that is to be coded; None if it is to be evicted."""
         return None if self.asked is None else self.asked.codable(self._records[node.id])
 
     # What to admit.
@@ -227,7 +227,7 @@ class ShadowTree:
     def match_history(
         self, prompt: array[int], tenant: Hashable = None, last: HistoryMatch | None = None
     ) -> HistoryMatch | None:
-        """What a prompt has in common with its tenant's history, before its prefill; None for a
+        """The common part of a prompt and its tenant's history, before its prefill; None for a
         policy without a history. last: what an earlier look-up of the prompt found.
         """
         history = self._state_policy.history
@@ -287,7 +287,7 @@ class ShadowTree:
         return self._records.get(node_id)
 
     def __contains__(self, node: UnifiedTreeNode) -> bool:
-        """Whether `node` is in SGLang's tree still."""
+        """True if `node` is in SGLang's tree still."""
         record = self._records.get(node.id)
         return record is not None and record.payload is node
 
@@ -303,11 +303,11 @@ class ShadowTree:
             record.last_used, record.stamp = times
 
     def _device_holds(self, record: Node) -> tuple[bool, bool]:
-        """Whether the device has the KV of a record, and its state."""
+        """True if the device has the KV of a record, and its state."""
         return True, record.has_state
 
     def _has_a_state(self, node: UnifiedTreeNode) -> bool:
-        """Whether a request can resume from the state of `node`, by SGLang's tree."""
+        """True if a request can resume from the state of `node`, by SGLang's tree."""
         return node.component_data[ComponentType.MAMBA].value is not None
 
     def _differences(

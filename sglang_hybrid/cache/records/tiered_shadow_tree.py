@@ -200,7 +200,7 @@ def _masks(node: UnifiedTreeNode, component: ComponentType) -> int:
 
 
 def _host_in_use(node: UnifiedTreeNode) -> bool:
-    """Whether a transfer, or a request that is about to load, needs the node's host copies."""
+    """True if a transfer, or a request that is about to load, needs the node's host copies."""
     return (
         node.write_through_pending_id is not None
         or node.load_back_pending_id is not None

@@ -1,1 +1,1 @@
-"""What each step of a request does to the cache: look-up, growth, publication, pins."""
+"""The steps of a request in the cache: look-up, growth, publication, pins."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.request.tree_match import is_plain
-from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.checkpoints.last_hidden import Answers, LastHidden, Wanted
 from sglang_hybrid.serving.per_request import PerRequest
 
@@ -25,11 +24,13 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+
 
 class FullHits:
     """The repeated prompts of one cache. most: hidden states that are kept; 0 turns it off."""
 
-    def __init__(self, cache: SglangCache, most: int) -> None:
+    def __init__(self, cache: HybridRadixCache, most: int) -> None:
         self._cache = cache
         self._most = most
         self._kept: OrderedDict[int, LastHidden] = OrderedDict()  # by the node at the prompt's end
@@ -48,8 +49,8 @@ class FullHits:
         self._may_join = False
 
     def look_up(self, params: MatchPrefixParams, result: MatchResult) -> MatchResult:
-        """What a request that may be admitted resumes from, given what it found without: all of its
-        prompt, if that was kept.
+        """The match that a request that may be admitted resumes from, given what it found without:
+        all of its prompt, if that was kept.
         """
         req = params.req
         if req is None:
@@ -76,11 +77,11 @@ class FullHits:
         return taken
 
     def found(self, req: Req) -> bool:
-        """Whether the last look-up of `req` found all of its prompt."""
+        """True if the last look-up of `req` found all of its prompt."""
         return req in self._found
 
     def wants(self, req: Req, hit_len: int) -> bool:
-        """Whether the prefill of `req`, which resumes at `hit_len`, shall leave the state behind
+        """True if the prefill of `req`, which resumes at `hit_len`, shall leave the state behind
         its prompt: the prompt was asked before, as its last token in the tree shows.
         """
         last = hit_len == len(req.origin_input_ids) - 1 and self._may_be(req)
@@ -110,7 +111,7 @@ class FullHits:
                 self._under_way[batch.reqs[row]] = wanted, number
 
     def on_publish(self, req: Req) -> None:
-        """What a step of `req` has left is in the tree."""
+        """Called when what a step of `req` has left is in the tree."""
         wanted, number = self._under_way.pop(req) or (None, 0)
         if wanted is None or not wanted.left:
             return
@@ -134,7 +135,7 @@ class FullHits:
         return {"kept": len(self._kept), "bytes": held, "answered": self.answered}
 
     def _may_be(self, req: Req) -> bool:
-        """Whether a hidden state says all that `req` wants to know."""
+        """True if a hidden state says all that `req` wants to know."""
         return bool(self._most) and not (
             req.output_ids  # it was retracted
             or req.return_hidden_states

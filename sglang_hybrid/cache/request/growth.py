@@ -1,4 +1,4 @@
-"""What a request has computed goes into the tree below the node that it holds.
+"""Inserts what a request has computed below the node that it holds.
 
 SGLang begins at the root each time (unified_radix_cache.py, checkpoint_into_tree): it copies the
 tokens and the KV indices of the whole path, compares them with the tree, locks the whole path and
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import InsertResult
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
-    from sglang_hybrid.cache.sglang_cache import SglangCache
     from sglang_hybrid.core.records.nodes import Node
 
 
@@ -39,14 +39,14 @@ class PathGrowth:
     `shadow_tree`; None where SGLang's own order decides what is evicted.
     """
 
-    def __init__(self, cache: SglangCache, shadow_tree: ShadowTree | None) -> None:
+    def __init__(self, cache: HybridRadixCache, shadow_tree: ShadowTree | None) -> None:
         self._cache = cache
         self._shadow_tree = shadow_tree
         states_stay = envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get()
         self._unlocked = (ComponentType.MAMBA,) if states_stay else ()
 
     def serves(self, req: Req) -> bool:
-        """Whether `req` holds a node, and all that the tree holds is on the device: otherwise
+        """True if `req` holds a node, and all that the tree holds is on the device: otherwise
         SGLang has more to do than what is done here.
         """
         core = self._cache.tree_core
@@ -58,8 +58,8 @@ class PathGrowth:
         )
 
     def grow(self, req: Req, up_to: int) -> None:
-        """What SGLang's `checkpoint_into_tree` does with the first `up_to` tokens of `req`, which
-        must be served.
+        """SGLang's `checkpoint_into_tree` for the first `up_to` tokens of `req`, which must be
+        served.
         """
         kv, ended = req.kv, req.finished()
         states = self._cache.components.get(ComponentType.MAMBA)
@@ -176,7 +176,7 @@ class PathGrowth:
         )
 
     def _is_below(self, node: UnifiedTreeNode, above: UnifiedTreeNode) -> bool:
-        """Whether the path to `node`, which both are on, is no shorter than that to `above`."""
+        """True if the path to `node`, which both are on, is no shorter than that to `above`."""
         assert self._shadow_tree is not None
         record = self._shadow_tree.record
         return record(node).depth >= record(above).depth

@@ -1,13 +1,12 @@
-"""What requests found in the cache, and what is reported of it; an access is counted here only."""
+"""Look-ups of requests, and their reports; an access is counted here only."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import fields_of
 from sglang_hybrid.serving.telemetry.stats import CacheStats, Missed, RequestReport
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
-    from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
     from sglang_hybrid.cache.tiers.request_loads import WayChooser
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.records.nodes import Kind
@@ -35,15 +34,6 @@ class NoSlotForHit(MatchResult):
     __slots__ = ()
 
 
-class LookedUpCache(SglangCache, Protocol):
-    """A cache that chooses what a request loads; `ways` is None without tiers. speeds: of its
-    prefills.
-    """
-
-    ways: WayChooser | None
-    speeds: MeasuredSpeeds
-
-
 class LookUps:
     """The look-ups of one cache's requests.
 
@@ -54,7 +44,7 @@ class LookUps:
 
     def __init__(
         self,
-        cache: LookedUpCache,
+        cache: HybridRadixCache,
         cost: CostModel,
         stats: CacheStats,
         shadow_tree: ShadowTree | None,
@@ -75,11 +65,11 @@ class LookUps:
         return self._cache.ways
 
     def __contains__(self, req: Req) -> bool:
-        """Whether a look-up of `req` was counted."""
+        """True if a look-up of `req` was counted."""
         return req in self._reports
 
     def report(self, req: Req) -> RequestReport | None:
-        """What is reported of `req` by now."""
+        """The report of `req` by now."""
         return self._reports.get(req)
 
     def hit_tokens(self, req: Req) -> int:

@@ -1,4 +1,4 @@
-"""What clients pin: the nodes of their positions are pinned once they are in the tree."""
+"""Pins of clients: the nodes of their positions are pinned once they are in the tree."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
-    from sglang_hybrid.cache.sglang_cache import SglangCache
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.records.nodes import Node
     from sglang_hybrid.core.records.pin import PinRequest
@@ -35,7 +35,7 @@ def make_pins(cost: CostModel, params: CacheInitParams, share: float) -> Pins:
     return Pins(cost, PinRoom(kv, int(states.size) * cost.state_bytes), share)
 
 
-def pin_published(cache: SglangCache, shadow_tree: ShadowTree, req: Req) -> list[int]:
+def pin_published(cache: HybridRadixCache, shadow_tree: ShadowTree, req: Req) -> list[int]:
     """Pin what `req` declared as far as it is in the tree now; returns the positions that are
     pinned, ascending. Those that another call will reach are left for it.
     """

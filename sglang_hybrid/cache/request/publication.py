@@ -45,7 +45,7 @@ NO_CHECKPOINT = (0, Kind.UNKNOWN)
 
 @dataclass
 class Publication:
-    """What one call publishes for `req`.
+    """The content that one call publishes for `req`.
 
     ready: planned states that are not in the tree yet, the deepest first. carried: the one that
     SGLang's own insertion carries. inserting: position and kind of the state of the insertion under

@@ -12,14 +12,13 @@ nothing of it is kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.serving.device_streams import on_stream
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import Imported, fields_of
@@ -33,23 +32,12 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-
-class ComposingCache(SglangCache, Protocol):
-    """What is asked of a cache in which prompts are put together.
-
-    forward_stream: that of the forwards on a GPU, None on the CPU.
-    """
-
-    forward_stream: Any
-
-    def path_device_indices(self, node_id: int) -> torch.Tensor: ...
-
-    def order_behind_loads(self) -> None: ...
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 
 @dataclass
 class Composition:
-    """What became of one prompt. composed: tokens whose KV was taken from segments, 0 where it was
+    """The result for one prompt. composed: tokens whose KV was taken from segments, 0 where it was
     computed as a whole.
     """
 
@@ -57,7 +45,7 @@ class Composition:
 
 
 class ModularPrompts:
-    """Those of one cache.
+    """The prompts of one cache that are put together from segments.
 
     Args:
         cache: whose tree has the segments.
@@ -65,14 +53,14 @@ class ModularPrompts:
     """
 
     def __init__(
-        self, cache: ComposingCache, match: Callable[[MatchPrefixParams], MatchResult]
+        self, cache: HybridRadixCache, match: Callable[[MatchPrefixParams], MatchResult]
     ) -> None:
         self._cache = cache
         self._match = match
         self._known: PerRequest[Composition] = PerRequest()
 
     def prepare(self, params: MatchPrefixParams) -> MatchPrefixParams:
-        """What to look up for a request: its prompt, or nothing if that must be computed whole."""
+        """The key to look up for a request: its prompt, or nothing if it must be computed whole."""
         req = params.req
         asked = None if req is None else fields_of(req).imported
         if req is None or asked is None:

@@ -76,7 +76,7 @@ class TreeMatcher:
         self._last.clear()
 
     def match(self, params: MatchPrefixParams) -> MatchResult | None:
-        """What SGLang's `match_prefix` returns; None if only SGLang can tell: nothing to match, or
+        """The result of SGLang's `match_prefix`; None if only SGLang can tell: nothing to match, or
         not all that can be matched is on the device, token by token.
         """
         key, core, req = params.key, self._core, params.req
@@ -108,7 +108,7 @@ class TreeMatcher:
         return result._replace(cache_actions=actions) if actions else result
 
     def known(self, params: MatchPrefixParams) -> MatchResult | None:
-        """What the last look-up of the same request returned, if it would return that again."""
+        """The result of the last look-up of the same request, if it would be returned again."""
         key, req, page = params.key, params.req, self._core.page_size
         usable = len(key)
         last = None if req is None else self._still_there(req, key, usable)
@@ -130,8 +130,8 @@ class TreeMatcher:
         return child
 
     def changed(self, waiting: Iterable[Req], least_hit: int) -> list[Req]:
-        """Those of `waiting` whose whole prompt might match otherwise than it did at their last
-        look-up, and those that hit at most `least_hit` tokens.
+        """The requests of `waiting` whose whole prompt might match otherwise than it did at their
+        last look-up, and those that hit at most `least_hit` tokens.
         """
         last = self._last.get
         return [
@@ -139,7 +139,7 @@ class TreeMatcher:
         ]
 
     def _holds(self, req: Req, last: LastMatch | None) -> bool:
-        """Whether the prompt of `req` would match as it did at its `last` look-up, and `req` says
+        """True if the prompt of `req` would match as it did at its `last` look-up, and `req` says
         so.
         """
         return (
@@ -158,7 +158,7 @@ class TreeMatcher:
         return record.changes + self._shadow_tree.tree.inner_changes
 
     def _still_holds(self, last: LastMatch) -> bool:
-        """Whether the tree is such that the whole prompt would match as it did."""
+        """True if the tree is such that the whole prompt would match as it did."""
         if (
             last.node not in self._shadow_tree
             or last.next_key in last.node.children
@@ -169,7 +169,7 @@ class TreeMatcher:
         return True
 
     def _resumes_as_before(self, last: LastMatch) -> bool:
-        """Whether the node that was resumed from is still the nearest one that can be."""
+        """True if the node that was resumed from is still the nearest one that can be."""
         node = last.node
         if ComponentType.MAMBA not in self._core.components_by_type:
             return node is last.best
@@ -178,7 +178,7 @@ class TreeMatcher:
         return node is last.best
 
     def _next_key(self, req: Req, key: RadixKey, depth: int) -> Any:
-        """How children are told apart below `depth` tokens of the prompt of `req`."""
+        """The key that tells children apart below `depth` tokens of the prompt of `req`."""
         page = self._core.page_size
         if depth + page <= len(key):
             return key.child_key_at(depth, page)
@@ -263,7 +263,7 @@ class TreeMatcher:
 
 
 def is_plain(core: UnifiedTreeCore) -> bool:
-    """Whether a tree holds KV and states on the device, token by token, and nothing else."""
+    """True if a tree holds KV and states on the device, token by token, and nothing else."""
     return (
         not core.enable_hicache
         and not core.is_eagle
@@ -286,7 +286,7 @@ def deepest_within(core: UnifiedTreeCore, key: RadixKey, most: int) -> tuple[Uni
 
 
 def common_tokens(edge: array[int], prompt: array[int], start: int, end: int) -> int:
-    """How many tokens `edge` and `prompt` [start, end) begin with alike."""
+    """The number of tokens that `edge` and `prompt` [start, end) begin with alike."""
     count = min(len(edge), end - start)
     mine = np.frombuffer(edge, np.int64, count)
     other = np.frombuffer(prompt, np.int64, count, start * TOKEN_BYTES)

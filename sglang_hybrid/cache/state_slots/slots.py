@@ -1,4 +1,4 @@
-"""How many state slots are free, how many a running request counts for, and how one is returned."""
+"""State slots: the free ones, those that a running request counts for, and their return."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def free_slots(allocator: MambaSlotAllocator) -> int:
 
 
 def slots_per_request(needed: int) -> int | None:
-    """What SGLANG_HYBRID_SLOTS_PER_REQUEST says, but never less than `needed`; None if unset.
+    """The value of SGLANG_HYBRID_SLOTS_PER_REQUEST, but never less than `needed`; None if unset.
 
     SGLang divides the state pool by it to cap the running requests. Whatever a request counts for
     beyond what it needs is left for checkpoints. Raises `StartupError` for more than the pool has.

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
-    from sglang_hybrid.cache.sglang_cache import SglangCache
     from sglang_hybrid.checkpoints.planner import CheckpointPlan
     from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
     from sglang_hybrid.explain.decision_log import DecisionLog
@@ -30,7 +30,7 @@ class PoolStateSlots:
     """
 
     def __init__(
-        self, cache: SglangCache, shadow_tree: ShadowTree | None, decision_log: DecisionLog
+        self, cache: HybridRadixCache, shadow_tree: ShadowTree | None, decision_log: DecisionLog
     ) -> None:
         self.steps_ahead = 0
         self._cache = cache
@@ -89,13 +89,13 @@ class PoolStateSlots:
         return slot
 
     def make_room(self) -> bool:
-        """Whether a slot is free, evicting a state if that helps."""
+        """True if a slot is free, evicting a state if that helps."""
         if self.free() == 0:
             self._cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
         return self.free() > 0
 
     def _leaves_enough(self) -> bool:
-        """Whether running requests could still decode, and an unfinished prefill end: a state under
+        """True if running requests could still decode, and an unfinished prefill end: a state under
         way cannot be evicted before it is in the tree, nor then, while that prefill goes on from
         it; and with the overlap scheduler steps are prepared until then.
         """
@@ -115,7 +115,7 @@ class PoolStateSlots:
         self._allocator.free(slot)
 
     def budget(self, plan: CheckpointPlan) -> SlotBudget:
-        """What a state of `plan` competes with. Where SGLang's own order decides, what is new is
+        """The competitors of a state of `plan`. Where SGLang's own order decides, what is new is
         worth more than what is old.
         """
         if self._shadow_tree is None:

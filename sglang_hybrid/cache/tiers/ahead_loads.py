@@ -10,18 +10,18 @@ expected back is not certain: it pushes out only what is worth no more and nobod
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Tier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
     from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
     from sglang_hybrid.core.costs.cost import CostModel
@@ -32,34 +32,12 @@ STEPS_AHEAD: Final = 64
 """Decode steps of every running request for which room is left."""
 
 
-class HostedCache(SglangCache, Protocol):
-    """What is asked of SGLang's cache with host memory below the device.
-
-    cache_controller: has the queue of loads. ongoing_load_back: loads under way, by number.
-    """
-
-    cache_controller: Any
-    ongoing_load_back: Any
-
-    def load_back(self, node_id: int) -> Any: ...
-
-    def inc_lock_ref(self, node_id: int) -> Any: ...
-
-    def dec_lock_ref(self, node_id: int, params: Any) -> Any: ...
-
-    def inc_host_lock_ref(self, node_id: int) -> Any: ...
-
-    def dec_host_lock_ref(self, node_id: int, params: Any) -> Any: ...
-
-    def _component_available_size(self, component_type: ComponentType) -> int: ...
-
-
 class AheadLoads:
-    """What `cache.queue.loads.TimedLoads` asks of a cache: its records, state slots and costs."""
+    """Loads of one cache, begun by `cache.queue.loads.TimedLoads`."""
 
     def __init__(
         self,
-        cache: HostedCache,
+        cache: HybridRadixCache,
         shadow_tree: TieredShadowTree,
         slots: PoolStateSlots,
         cost: CostModel,
@@ -70,22 +48,30 @@ class AheadLoads:
         self._cost = cost
 
     def is_loading(self) -> bool:
+        """True while a load is under way."""
         controller = self._cache.cache_controller
         return bool(self._cache.ongoing_load_back or controller.load_queue)
 
     def load_bytes(self, req: Req) -> int:
+        """Bytes that `req` must load before it runs, by its last look-up."""
         states = int(getattr(req, "mamba_host_hit_length", 0) > 0)
         return self._bytes(int(req.host_hit_length), states)
 
     def missing_bytes(self, node_id: int) -> int:
+        """Bytes that a request which resumes from this node must load; 0 if it is gone."""
         record = self._record(node_id)
         return 0 if record is None else self._bytes(*self._missing(record))
 
     @property
     def most_bytes(self) -> int:
+        """Bytes that a load can have at most."""
         return self._bytes(int(self._cache.token_to_kv_pool_allocator.size), 1)
 
     def begin_load(self, node_id: int, keep: Collection[int] | None = None) -> int:
+        """Load what of the path to a node only the host has. keep: nodes that stay for it; without
+        them all stays that a request waits for, or that is worth more. Returns its bytes; 0 if
+        there is no room, or nothing to load.
+        """
         cache, record = self._cache, self._record(node_id)
         if record is None:
             return 0
@@ -145,7 +131,7 @@ class AheadLoads:
         return tree.kv_pool.score_of_copy(record), tree.state_pool.score_of_copy(record)
 
     def _make_room(self, tokens: int, states: int, worth: tuple[float, float] | None) -> bool:
-        """Whether so much is free, after others were evicted: what nobody waits for and is worth no
+        """True if so much is free, after others were evicted: what nobody waits for and is worth no
         more than `worth` (among KV, among states), or without it all that no request holds.
         """
         cache = self._cache
@@ -174,6 +160,6 @@ class AheadLoads:
 
 
 def _gives_way(pool: Pool, worth: float) -> bool:
-    """Whether there is a victim that is worth no more, and nobody waits for it."""
+    """True if there is a victim that is worth no more, and nobody waits for it."""
     found = pool.cheapest(last_resort=True)
     return found is not None and found[1] <= worth and not found[0].standing

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from sglang_hybrid.cache.memory.shared import shared_memory
-from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.core.victims.pool import Scarce
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
-
-    from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
-    from sglang_hybrid.core.costs.cost import CostModel
-    from sglang_hybrid.serving.telemetry.tiers import TierStats
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 OFTEN = 8
-"""How many times the next victims are looked for while requests fill the memory above the
-watermark."""
-
-
-class CopyingCache(SglangCache, Protocol):
-    """What a cache with host memory below the device offers beside SGLang's own.
-
-    cache_controller: SGLang's, which has the queues of copies under way; None before there is one.
-    """
-
-    cost: CostModel
-    cache_controller: Any
-    tier_stats: TierStats
-
-    @property
-    def shadow_tree(self) -> TieredShadowTree: ...
-
-    @property
-    def is_write_back(self) -> bool: ...
-
-    @property
-    def requests_wait(self) -> bool: ...
-
-    def copy_to_host(self, node: UnifiedTreeNode) -> bool: ...
+"""The number of times that the next victims are looked for while requests fill the memory above the
+watermark.
+"""
 
 
 class Offload:
@@ -50,14 +24,14 @@ class Offload:
     watermark: 0 to 1; at 1 nothing is copied here, and the write policy alone says when.
     """
 
-    def __init__(self, cache: CopyingCache, watermark: float) -> None:
+    def __init__(self, cache: HybridRadixCache, watermark: float) -> None:
         self._cache = cache
         self._watermark = watermark
         self._looked: tuple[float, int] | None = None  # time and bytes in use when all was copied
 
     @property
     def is_on(self) -> bool:
-        """Whether it copies anything."""
+        """True if it copies anything."""
         return self._watermark < 1
 
     def step(self) -> None:
@@ -82,7 +56,7 @@ class Offload:
         return used - int(self._watermark * whole)
 
     def _nothing_new(self) -> bool:
-        """Whether what would be evicted next is what it was when all of that was copied."""
+        """True if what would be evicted next is what it was when all of that was copied."""
         kinds = (Scarce.KV, Scarce.STATES)
         memories = [self._memory(kind) for kind in kinds]
         if all(used <= self._watermark * whole for used, whole in memories):

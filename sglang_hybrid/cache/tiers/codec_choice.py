@@ -1,4 +1,4 @@
-"""Which codecs the copies of KV and states have, settled before host pools are built."""
+"""The codecs of copies of KV and states, settled before host pools are built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is copied to the host at all: nothing that is worth less than its writing."""
+"""Judges what is copied to the host: nothing that is worth less than its writing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WriteJudge:
         )
 
     def accepts(self, node: UnifiedTreeNode) -> bool:
-        """Whether `node` should be copied now, with the KV that it needs above it. If it is not
+        """True if `node` should be copied now, with the KV that it needs above it. If it is not
         worth it, it is judged again only after its next use.
         """
         record = self._shadow_tree.record(node)
@@ -57,5 +57,5 @@ class WriteJudge:
         return False
 
     def worth_resuming(self, node: UnifiedTreeNode) -> bool:
-        """Whether the state of `node` should be copied, and the path to it that the host lacks."""
+        """True if the state of `node` should be copied, and the path to it that the host lacks."""
         return self._judge.worth_resuming(self._shadow_tree.record(node))

@@ -1,4 +1,4 @@
-"""How long a device computes a forward, whatever the scheduler does meanwhile.
+"""Times the forwards of a device, whatever the scheduler does meanwhile.
 
 Under the overlap scheduler a forward is launched while the one before it is computed, and its
 result is looked at one step later, so a clock on the scheduler's thread says little of it. Here two
@@ -25,7 +25,7 @@ UNDER_WAY: Final = 16
 
 
 class Moment:
-    """What an event is where a forward is computed before its launch returns, as on a CPU."""
+    """Stands in for an event where a forward is computed before its launch returns, as on a CPU."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

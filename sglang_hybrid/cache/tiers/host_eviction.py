@@ -1,4 +1,4 @@
-"""What the host forgets when it runs short: copies that save least over the next best way."""
+"""Evictions from the host when it runs short: copies that save least over the next best way."""
 
 from __future__ import annotations
 

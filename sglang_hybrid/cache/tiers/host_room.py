@@ -1,5 +1,5 @@
-"""How the host's room is divided between KV and states: by how many checkpoints there are; and
-whether the machine has so much.
+"""Divides the host's room between KV and states, by the number of checkpoints, and checks that the
+machine has so much.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from sglang.srt.runtime_context import get_memory
 
 from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.startup import StartupError
 
 if TYPE_CHECKING:
-    from sglang_hybrid.cache.sglang_cache import SglangCache
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.core.costs.cost import CostModel
 
 
@@ -23,7 +22,7 @@ FEWEST_STATES = 8
 """State slots that even a small host has, as far as the device has so many."""
 
 
-def share_host_room(cache: SglangCache, cost: CostModel) -> None:
+def share_host_room(cache: HybridRadixCache, cost: CostModel) -> None:
     """Tell SGLang what its device pools count for when it sizes those of the host.
 
     By itself it makes both as large as their device pools times --hicache-ratio, or divides
@@ -58,7 +57,7 @@ def share_host_room(cache: SglangCache, cost: CostModel) -> None:
     pool.host_capacity_tokens = slots
     pool.host_capacity_bytes = pool.host_capacity_tokens * cost.state_bytes
     memory = get_memory()  # what is in force, also without either flag
-    exact = not HybridConfig.from_environment().smaller_copies
+    exact = not cache.options.smaller_copies
     if exact and memory.hicache_ratio and not memory.hicache_size:
         ratio = memory.hicache_ratio
         asked = ratio * (kv_pool.host_capacity_bytes + pool.host_capacity_bytes)

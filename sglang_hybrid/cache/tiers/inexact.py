@@ -1,5 +1,5 @@
-"""What in the tree comes from smaller copies (`--hybrid-tier-codec`, `--hybrid-device-codec`), and
-what must not.
+"""Marks of the nodes that come from smaller copies (`--hybrid-tier-codec`,
+`--hybrid-device-codec`), and of those that must not.
 
 A node is marked when a copy that is not exact is loaded or decoded into it. A hit is exact if no
 node on its path is marked: what was computed behind a marked node read the node's KV or state, so
@@ -33,7 +33,7 @@ class MarkedTreeCore(UnifiedTreeCore):
         self.inexact = set()
 
     def is_exact(self, node: UnifiedTreeNode) -> bool:
-        """Whether nothing on the path to `node` comes from a copy that is not exact."""
+        """True if nothing on the path to `node` comes from a copy that is not exact."""
         while node is not self.root_node and node.id not in self.inexact:
             node = node.parent
         return node is self.root_node

@@ -83,7 +83,9 @@ class MeasuredSpeeds:
         _observe(self.rates.observe_write, ack)
 
     def poll(self) -> list[SpeedsMeasured]:
-        """What the rank that receives requests sends to all of them with those of this step."""
+        """The message of the rank that receives requests to all ranks, with the requests of this
+        step.
+        """
         self._forwards.collect()
         if self.rates.speeds is self._sent:
             return []

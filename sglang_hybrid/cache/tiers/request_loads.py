@@ -70,7 +70,7 @@ class WayChooser:
         self._without_loads.pop(req)
 
     def found(self, req: Req) -> Found | None:
-        """What the last look-up of `req` found, by tier."""
+        """The result of the last look-up of `req`, by tier."""
         return self._found.get(req)
 
     def _describe(self, best: UnifiedTreeNode, way: Way) -> Found:

@@ -1,8 +1,8 @@
-"""What a server has below its device, for the tuner, which replays requests in the same tiers."""
+"""The tiers below a server's device, for the tuner, which replays requests in the same tiers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
@@ -11,36 +11,11 @@ from sglang_hybrid.core.server_settings import ServedTiers, Split
 from sglang_hybrid.storage.codecs.coded_rows import chosen
 
 if TYPE_CHECKING:
-    from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
-    from sglang_hybrid.cache.tiers.request_loads import WayChooser
-    from sglang_hybrid.core.costs.cost import CostModel
-    from sglang_hybrid.serving.config import HybridConfig
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.storage.store import Store
 
 
-class TieredCache(Protocol):
-    """What is asked of a cache about its tiers.
-
-    host_pool_group: SGLang's, None before there is one. ways: None without tiers.
-    """
-
-    host_pool_group: Any
-    ways: WayChooser | None
-    is_mamba_enabled: bool
-    cost: CostModel
-    speeds: MeasuredSpeeds
-    options: HybridConfig
-    write_through_threshold: int
-    prefetch_threshold: int
-
-    @property
-    def copies_at_once(self) -> bool: ...
-
-    @property
-    def is_write_back(self) -> bool: ...
-
-
-def served_tiers(cache: TieredCache) -> ServedTiers | None:
+def served_tiers(cache: HybridRadixCache) -> ServedTiers | None:
     """The tiers of `cache` now; None where it has none, or no states."""
     pools = cache.host_pool_group
     if cache.ways is None or pools is None or not cache.is_mamba_enabled:

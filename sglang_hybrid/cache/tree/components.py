@@ -1,4 +1,4 @@
-"""Which components and which tree SGLang builds the cache from."""
+"""The components and the tree that SGLang builds the cache from."""
 
 from __future__ import annotations
 

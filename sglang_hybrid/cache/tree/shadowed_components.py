@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class _ByValue(TreeComponent):
-    """What is evicted may be coded instead, and the host forgets what is worth least, too."""
+    """Components whose evicted entries may be coded instead, and whose host copies are evicted by
+    worth.
+    """
 
     def __init__(self, cache: Any, params: CacheInitParams) -> None:
         super().__init__(cache, params)

@@ -46,7 +46,7 @@ class RobustMamba(MambaComponent):
         return value_len(node, self.component_type)
 
     def publish(self, publication: Publication | None) -> None:
-        """What is inserted from now on belongs to `publication`; None: to nobody."""
+        """Assign what is inserted from now on to `publication`; None: to none."""
         self._publication = publication
 
     @property
@@ -59,7 +59,7 @@ class RobustMamba(MambaComponent):
 
     @property
     def adds_to_matches(self) -> bool:
-        """Whether a look-up says more of states than where to resume: SGLang adds a position on its
+        """True if a look-up says more of states than where to resume: SGLang adds a position on its
         grid, and what only the host has.
         """
         return self._parts.planner is None or self.tree_core.enable_hicache
@@ -103,7 +103,7 @@ class RobustMamba(MambaComponent):
         return super().finalize_match_result_in_cache(params, result)
 
     def _decode(self, node_id: int) -> bool:
-        """Whether nothing that a request reads which resumes from this node is coded any more."""
+        """True if nothing that a request reads which resumes from this node is coded any more."""
         coded = self._parts.coded
         return coded is None or coded.decode(self.tree_core.node_by_id(node_id))
 
@@ -186,7 +186,7 @@ class RobustMamba(MambaComponent):
         return 0 if checkpoint is None else checkpoint[0]
 
     def _has_read_on(self, req: Req) -> bool:
-        """Whether the live state may be that of more tokens than SGLang has counted: a step of
+        """True if the live state may be that of more tokens than SGLang has counted: a step of
         speculative decoding was under way when the request ended, or a grammar ended inside of one.
         """
         return self._reads_on or (self._speculates and req.grammar is not None)
@@ -253,7 +253,7 @@ class RobustMamba(MambaComponent):
         return None if self._parts.slots.make_room() else Skip.NO_SLOT
 
     def _gives_up_its_source(self, req: Req) -> bool:
-        """Whether SGLang will make room by letting go of the state that the request came from
+        """True if SGLang will make room by letting go of the state that the request came from
         (mamba.py:522-551): with extra_buffer_lazy, if nobody else holds it.
         """
         lock = req.lock
@@ -268,7 +268,7 @@ class RobustMamba(MambaComponent):
         return state.value is not None and state.lock_ref == 1
 
     def _room_for_a_copy(self, source: MatchResult) -> bool:
-        """Whether a request can have a slot beside the state that it copies."""
+        """True if a request can have a slot beside the state that it copies."""
         pool = self.cache.req_to_token_pool
         own = 1 + (pool.mamba_initial_tracking_slots if pool.enable_mamba_extra_buffer else 0)
         kv = source.device_prefix_len

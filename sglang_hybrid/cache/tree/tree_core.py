@@ -90,8 +90,8 @@ class HybridTreeCore(MarkedTreeCore):
         return self._matcher.following(req, depth)
 
     def changed_matches(self, waiting: Iterable[Req], least_hit: int) -> list[Req]:
-        """Those of `waiting` whose prompt might match otherwise than at their last look-up, and
-        those that hit at most `least_hit` tokens.
+        """The requests of `waiting` whose prompt might match otherwise than at their last look-up,
+        and those that hit at most `least_hit` tokens.
         """
         return self._matcher.changed(waiting, least_hit)
 
@@ -180,18 +180,18 @@ class HybridTreeCore(MarkedTreeCore):
 
     @property
     def demotes_states(self) -> bool:
-        """Whether a state that the device gives up may be copied to the host first."""
+        """True if a state that the device gives up may be copied to the host first."""
         return bool(self.enable_hicache and not self.is_host_memory_buffer_only)
 
     def wants_copies(self, node: UnifiedTreeNode) -> bool:
-        """Whether what the host lacks of `node` should be copied before the device gives it up."""
+        """True if what the host lacks of `node` should be copied before the device gives it up."""
         lacks = not node.backuped or self.lacks_state(node)
         if not lacks or node.evicted or node.write_through_pending_id is not None:
             return False
         return self.writes is None or self.writes.accepts(node)
 
     def wants_copies_now(self, node: UnifiedTreeNode) -> bool:
-        """Whether the device, which gives `node` up, should wait for these copies. Where SGLang
+        """True if the device, which gives `node` up, should wait for these copies. Where SGLang
         writes through, nothing waits for a copy of KV, only for that of a state above KV that the
         host has.
         """
@@ -199,7 +199,7 @@ class HybridTreeCore(MarkedTreeCore):
 
     @staticmethod
     def lacks_state(node: UnifiedTreeNode) -> bool:
-        """Whether the device has a state of `node`, and the host has not."""
+        """True if the device has a state of `node`, and the host has not."""
         states = node.component_data[ComponentType.MAMBA]
         return states.value is not None and states.host_value is None
 

@@ -1,1 +1,1 @@
-"""Which positions of a prefill get a checkpoint."""
+"""Positions of a prefill that get a checkpoint."""

@@ -1,4 +1,4 @@
-"""Which positions of a prefill deserve a checkpoint, and why the others do not.
+"""Judges which positions of a prefill deserve a checkpoint, and why the others do not.
 
 Pure decisions over numbers: how much of the prompt is in the cache and in the history, which slots
 are free, what a checkpoint would be worth. Nothing is allocated here.

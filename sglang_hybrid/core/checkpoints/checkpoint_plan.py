@@ -1,4 +1,4 @@
-"""Which states a running prefill takes: from the request for a checkpoint to its slot.
+"""States that a running prefill takes: from the request for a checkpoint to its slot.
 
 The server and the simulator run these same objects. What a slot is, and how one is freed, they
 define themselves (`StateSlots`).
@@ -57,7 +57,7 @@ class StateSlots(Protocol[Slot]):
     """A pool of state slots, as a plan uses it."""
 
     def free(self) -> int:
-        """How many slots are free."""
+        """The number of free slots."""
 
     def take(self, request: CheckpointRequest | None = None) -> Slot | None:
         """A slot for `request`, pushing out the cheapest victim if none is free; None if nothing
@@ -68,12 +68,12 @@ class StateSlots(Protocol[Slot]):
         """Return a slot that `take` gave and that holds nothing yet."""
 
     def budget(self, plan: CheckpointPlan[Slot]) -> SlotBudget:
-        """What a state of `plan` competes with."""
+        """The competitors of a state of `plan`."""
 
 
 @dataclass
 class CheckpointPlan(Generic[Slot]):
-    """Which states one request's prefill should save.
+    """The states that one request's prefill should save.
 
     prompt_len: tokens to prefill, the hit included. wanted: kind by position, none of them passed
     yet. placed: positions of all states on the way. answer_states: those under way in the answer,
@@ -101,7 +101,7 @@ class CheckpointPlan(Generic[Slot]):
 
     @property
     def is_open(self) -> bool:
-        """Whether states are wanted or under way."""
+        """True if states are wanted or under way."""
         return bool(self.wanted or self.pending_checkpoints)
 
     def first_open(self, least: int) -> int | None:
@@ -264,7 +264,7 @@ def plan_checkpoints(
 
 
 def slot_budget_for(plan: CheckpointPlan[Slot], free_slots: int, pool: Pool) -> SlotBudget:
-    """What a state of `plan` competes with in the `pool` of state slots. States that the policy
+    """The competitors of a state of `plan` in the `pool` of state slots. States that the policy
     spares are no victims here.
     """
 

@@ -29,8 +29,8 @@ MIN_BRANCH_TOKENS = 16
 """Tokens that a branch point must gain over the hit to get a checkpoint, by default."""
 
 DISPLACED: Final = 1.0
-"""What a token that one of several servers computes costs beside its own prefill, in prefills of a
-token, where the cache has no room left: it takes the place of others, which are computed again.
+"""The cost of a token that one of several servers computes, beside its own prefill, in prefills of
+a token, where the cache has no room left: it takes the place of others, which are computed again.
 """
 
 SIMILAR: Final = 1.1

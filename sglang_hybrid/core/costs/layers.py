@@ -1,4 +1,4 @@
-"""What one layer of each kind computes per token, and what it leaves behind.
+"""Layers of each kind: FLOPs per token, and bytes of KV and states.
 
 FLOPs count a multiply and an add as two. Norms, activations, gates and biases are left out: they
 are below one percent. A mixer's or an MLP's parts are separate `Layer`s; a decoder block with both

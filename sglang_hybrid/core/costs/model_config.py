@@ -198,8 +198,8 @@ def _qwen4_exp(config: Config) -> list[Layer]:
 
 
 def _block_index(config: Config) -> Layer:
-    """What chooses the tokens that sparse attention reads: a key of `indexer_compress_ratio` tokens
-    each, which all queries so far are compared with.
+    """The indexer, which chooses the tokens that sparse attention reads: a key of
+    `indexer_compress_ratio` tokens each, which all queries so far are compared with.
     """
     queries, keys = integer(config, "indexer_n_heads"), integer(config, "indexer_kv_heads")
     head_dim, ratio = (

@@ -26,7 +26,7 @@ MOST_LAYERS = 10_000
 
 
 def named(config: Config) -> str:
-    """What errors call `config`."""
+    """The name of `config` in errors."""
     return f"the config of model_type {config.get('model_type')!r}"
 
 

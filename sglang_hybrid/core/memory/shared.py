@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class SharedMemory(ABC):
-    """What is asked of a memory that KV and states share. Ours is SGLang's allocator at the same
-    time (`allocators.OneMemoryKV`), SGLang's unified pool has one beside its allocator.
+    """A memory that KV and states share. Ours is SGLang's allocator at the same time
+    (`allocators.OneMemoryKV`), SGLang's unified pool has one beside its allocator.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""What state the shared memory is in, and its last transitions (AVMP, arXiv 2605.22416)."""
+"""The state of the shared memory, and its last transitions (AVMP, arXiv 2605.22416)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which waiting request runs next, and when its loads begin."""
+"""The order of waiting requests, and the start of their loads."""

@@ -1,4 +1,4 @@
-"""How long answers will be. No model is asked."""
+"""Expected lengths of answers. No model is asked."""
 
 from __future__ import annotations
 

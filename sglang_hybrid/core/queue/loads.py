@@ -1,4 +1,4 @@
-"""Which loads begin ahead of their request's turn: decided here, for a server and for a replay."""
+"""Loads that begin ahead of their request's turn."""
 
 from __future__ import annotations
 
@@ -49,11 +49,6 @@ class LoadCounts:
         """
         possible = self.loads - self.no_time - self.no_room
         return self.used / possible if possible else None
-
-    @property
-    def in_vain(self) -> float:
-        """Of the bytes that were loaded ahead, the share that no request used."""
-        return self.wasted_bytes / self.loaded_bytes if self.loaded_bytes else 0.0
 
 
 Asked = TypeVar("Asked", contravariant=True)
@@ -115,7 +110,7 @@ class LoadsAhead(Generic[Name]):
         return len(self._loads)
 
     def is_under_way(self, name: Name) -> bool:
-        """Whether a load for `name` has begun and not arrived."""
+        """True if a load for `name` has begun and not arrived."""
         load = self._loads.get(name)
         return load is not None and load.under_way
 

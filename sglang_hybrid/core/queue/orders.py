@@ -29,7 +29,7 @@ class Order(Protocol):
     def holds(self) -> bool: ...
 
     def front(self, waiting: int) -> int:
-        """How many of `waiting` requests, from the front of the queue, are looked at."""
+        """The number of `waiting` requests, from the front of the queue, that are looked at."""
         ...
 
     def key(self, waiting: Waiting[Any], prospect: Prospect, now: float) -> Key:

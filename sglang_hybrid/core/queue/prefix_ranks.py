@@ -1,4 +1,5 @@
-"""Which data-parallel rank a prompt is sent to: where least is left to do before its answer.
+"""Chooses the data-parallel rank that a prompt is sent to: where least is left to do before its
+answer.
 
 Each rank has a cache of its own. What was sent to a rank is taken to be cached there, whatever the
 rank has evicted since; it is remembered for each tenant apart, in whole blocks of tokens.
@@ -28,7 +29,7 @@ BLOCK: Final = 64
 """Tokens. What is shorter is sent by load alone."""
 
 REQUEST_TOKENS: Final = 64
-"""What a request costs others on its rank, in tokens of a prefill: it makes each of their steps
+"""The cost of a request to others on its rank, in tokens of a prefill: it makes each of their steps
 longer, and takes memory.
 """
 
@@ -44,7 +45,7 @@ HORIZON: Final = 1.0
 
 @dataclass
 class RankLoad:
-    """What one rank has to do.
+    """The work of one rank.
 
     told_at: when the rank told of its load, in seconds. requests, tokens: of that time; requests
     that wait or run, and tokens that wait to be computed. sent: (time, tokens to compute) of each
@@ -62,7 +63,7 @@ class RankLoad:
             self.told_at, self.requests, self.tokens = at, requests, tokens
 
     def left(self, now: float) -> int:
-        """What is left to do, in tokens of a prefill."""
+        """The work that is left, in tokens of a prefill."""
         while self.sent and self.sent[0][0] <= max(self.told_at, now - HORIZON):
             self.sent.popleft()
         waiting = self.tokens + sum(tokens for _, tokens in self.sent)
@@ -70,7 +71,7 @@ class RankLoad:
 
 
 class PrefixRanks:
-    """Which prefixes were sent to which of several ranks.
+    """The prefixes that were sent to each of several ranks.
 
     Which of equal ranks a prompt gets follows from its tokens and its tenant, so that it tells no
     tenant how many requests others sent.

@@ -1,4 +1,4 @@
-"""What waiting and running requests will resume from is evicted after everything else."""
+"""Demand for nodes: a node that waiting or running requests will resume from is evicted last."""
 
 from __future__ import annotations
 

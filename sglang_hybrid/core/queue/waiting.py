@@ -11,8 +11,8 @@ Name = TypeVar("Name")
 
 
 class ReuseKind(IntEnum):
-    """What a waiting request can reuse, in the order in which CaR runs such requests (CaR III B
-    1). KV without a state at its end cannot be reused and does not count.
+    """The reuse of a waiting request, in the order in which CaR runs such requests (CaR III B 1).
+    KV without a state at its end cannot be reused and does not count.
     """
 
     ON_DEVICE = 0  # a prefix, all of which is on the device with its state
@@ -82,5 +82,5 @@ class Bound:
     seconds: float = math.inf
 
     def reached(self, waiting: Waiting[Any], now: float) -> bool:
-        """Whether nobody may overtake it any more."""
+        """True if nobody may overtake it any more."""
         return waiting.overtaken >= self.times or now - waiting.arrived >= self.seconds

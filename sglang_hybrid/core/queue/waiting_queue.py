@@ -12,8 +12,8 @@ from sglang_hybrid.core.queue.waiting import Bound, Name, Prospect, Waiting
 from sglang_hybrid.core.records.nodes import Node
 
 Found: TypeAlias = tuple[Prospect, Node | None]
-"""What a request would find if it were looked up now, and the record of the node that it would
-resume from; None: it would resume from nothing.
+"""The result of a look-up of a request now, and the record of the node that it would resume from;
+None: it would resume from nothing.
 """
 
 
@@ -98,14 +98,14 @@ class WaitingQueue(Generic[Name]):
             self._standings.keep_waiting(self.front)
 
     def look_up(self, name: Name) -> Prospect:
-        """What `name` would find now. The node that it would resume from is kept for it."""
+        """The result of a look-up of `name` now. The node to resume from is kept for it."""
         prospect, node = self._look_up(name)
         if self._standings is not None:
             self._standings.on_wait(name, node)
         return prospect
 
     def can_run(self, name: Name) -> bool:
-        """Whether `name` overtakes no request that may be overtaken no more. A request at the front
+        """True if `name` overtakes no request that may be overtaken no more. A request at the front
         may have to be passed over, since it waits for something besides its turn. Those behind the
         front run only when the front is empty.
         """
@@ -150,7 +150,7 @@ class WaitingQueue(Generic[Name]):
 
     @staticmethod
     def _before(waiting: Waiting[Name], other: Waiting[Name]) -> bool:
-        """Whether `waiting` came before `other` and has its priority."""
+        """True if `waiting` came before `other` and has its priority."""
         return waiting.number < other.number and waiting.priority == other.priority
 
     def _number(self, name: Name) -> float:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 def common_bytes(edge: bytes, sequence: bytes, start: int) -> int:
-    """How many bytes `edge` and `sequence` from `start` on begin with alike."""
+    """The number of bytes that `edge` and `sequence` from `start` on begin with alike."""
     if sequence.startswith(edge, start):
         return len(edge)
     count = min(len(edge), len(sequence) - start)

@@ -13,8 +13,8 @@ from sglang_hybrid.core.records.pins import Pins
 
 
 class Listener(Protocol):
-    """What hears of changed records, as a pool of candidates does. settle: a function that the tree
-    sets, to be called before anchors are read.
+    """An object that is told of changed records, as a pool of candidates is. settle: a function
+    that the tree sets, to be called before anchors are read.
     """
 
     settle: Callable[[], None]

@@ -143,7 +143,7 @@ class Node:
 
 
 def absorbs(node: Node) -> bool:
-    """Whether `node`'s KV serves only what is below its one child: no state to resume from, no
+    """True if `node`'s KV serves only what is below its one child: no state to resume from, no
     second child.
     """
     return not node.has_state and len(node.children) == 1 and node.parent is not None

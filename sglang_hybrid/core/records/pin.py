@@ -22,7 +22,7 @@ MOST_OF_ALL: Final = 0.5
 
 
 class Priority(Enum):
-    """How much a pin counts for, beside others."""
+    """The weight of a pin beside others."""
 
     LOW = "low"
     NORMAL = "normal"
@@ -30,7 +30,7 @@ class Priority(Enum):
 
     @property
     def weight(self) -> float:
-        """How pins rank, and what they count where nothing estimates returns
+        """The rank of pins, and their weight where nothing estimates returns
         (core/victims/eviction.py).
         """
         return {Priority.LOW: 0.5, Priority.NORMAL: 1.0, Priority.HIGH: 4.0}[self]

@@ -15,7 +15,7 @@ from sglang_hybrid.core.records.pin import MOST_OF_ALL, Pin, PinRequest
 from sglang_hybrid.core.records.shares import Shares, payer_of
 
 PIN_EVENTS = ("pinned", "refused", "gave_way", "expired", "evicted")
-"""What is counted of pins."""
+"""The names of the counts of pins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Pins:
             self._kv.change(payer, sign * node.tokens * self._cost.kv_bytes_per_token)
 
     def _make_room(self, node: Node, pin: Pin) -> bool:
-        """Whether `pin` fits on `node`, once others gave way."""
+        """True if `pin` fits on `node`, once others gave way."""
         if self._cost is None or self._room is None:
             return False
         if self._full(node.depth, self.share, lambda held: 0) is not None:
@@ -260,8 +260,8 @@ class Pins:
         return tokens
 
     def _full(self, tokens: int, share: float, held: Callable[[Shares], int]) -> Shares | None:
-        """What has no room in a share for so many tokens, or a state, beside what is held; None if
-        both fit.
+        """The kind that has no room in a share for so many tokens, or a state, beside what is held;
+        None if both fit.
         """
         assert self._cost is not None and self._room is not None
         kv, state = tokens * self._cost.kv_bytes_per_token, self._cost.state_bytes

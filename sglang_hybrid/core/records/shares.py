@@ -1,4 +1,4 @@
-"""How much each payer holds of something bounded, and which payer holds most.
+"""The amounts that payers hold of something bounded, and the payer that holds most.
 
 Who shares is one question, who pays is another. A tenant shares what was computed for it with
 nobody else; its payer is charged for it. Several tenants may have one payer, since a client that is
@@ -42,7 +42,7 @@ class Shares:
         return len(self._amounts)
 
     def of(self, payer: Hashable) -> int:
-        """What `payer` holds."""
+        """The amount that `payer` holds."""
         return self._amounts.get(payer, 0)
 
     def change(self, payer: Hashable, by: int) -> None:

@@ -1,1 +1,1 @@
-"""What came back and when, and so how likely a return is."""
+"""Returns of requests, their times, and the likelihood of the next one."""

@@ -1,4 +1,6 @@
-"""What each tenant's answers tell of a return, within one bound on the memory of all tenants."""
+"""Models of each tenant that predict a return from an answer, within one bound on the memory of all
+tenants.
+"""
 
 from __future__ import annotations
 
@@ -129,8 +131,8 @@ class AnswerModels:
         self._charge(tenant, 0)
 
     def export(self, name_of: Callable[[Any], str]) -> Iterator[tuple[str, LearntAnswers]]:
-        """What was learnt of each tenant, by its name, with what was restored and not used yet; one
-        after the other, while models may change.
+        """The parameters learnt of each tenant, by its name, with those that were restored and not
+        used yet; one after the other, while models may change.
         """
         yield from list(self._saved.items())
         for tenant in list(self._models):

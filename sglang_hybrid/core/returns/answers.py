@@ -1,5 +1,5 @@
-"""Whether a session goes on after an answer: learnt from the answer's first and last tokens, and
-from what the client says.
+"""Predicts whether a session goes on after an answer: learnt from the answer's first and last
+tokens, and from what the client says.
 
 A session goes on after a tool call and ends with an agent's last answer. What such answers look
 like is learnt online, by a logistic regression per tenant. A client's hint is believed as far as
@@ -55,7 +55,7 @@ EXPECTATIONS = 2 + len(THRESHOLDS)
 WAITS = (8.0, 64.0)
 """Seconds by which likely returns are told apart where a client's hint said when."""
 BUCKETS = EXPECTATIONS + 1 + len(WAITS)
-"""What `bucket_of` returns is less."""
+"""The number of buckets: `bucket_of` returns less."""
 MODEL_BYTES = 8 << 10
 """Of a model, as it begins."""
 ANSWER_BYTES = 500
@@ -66,8 +66,8 @@ LEARNT_BYTES = 2 << 10
 
 
 def features_of(answer: npt.ArrayLike) -> Features:
-    """Which of the 2^16 features an answer [n] of token ids has: one for each token among its first
-    64, and one for each among its last 64. Unique, at most 128.
+    """The features, of 2^16, that an answer [n] of token ids has: one for each token among its
+    first 64, and one for each among its last 64. Unique, at most 128.
     """
     ids = np.asarray(answer).astype(np.uint32, copy=False)
     first = ids[:TOKENS_AT_EACH_END] * np.uint32(2) + np.uint32(1)
@@ -136,9 +136,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class LearntAnswers:
-    """What a model has learnt, for a file. features [n]: those that some answer had; weights,
-    squares [n]: theirs. numbers: what else the regression knows (`AnswerModel.NUMBERS`).
-    intervals: seconds until the last returns. hints: `HintRecord.as_list`.
+    """The parameters of a model, for a file. features [n]: those that some answer had; weights,
+    squares [n]: theirs. numbers: what else the regression knows (`AnswerModel.NUMBERS`). intervals:
+    seconds until the last returns. hints: `HintRecord.as_list`.
     """
 
     features: npt.NDArray[np.uint16]
@@ -156,7 +156,7 @@ class LearntAnswers:
 
 
 class Calibration:
-    """How expected probabilities of a return compare with what happened, over all tenants.
+    """Expected probabilities of a return against what happened, over all tenants.
 
     returned, gone [EXPECTATIONS]: answers that a return followed, and answers that were given up,
     by bucket of the expected probability. expected [EXPECTATIONS]: sums of these probabilities; 0
@@ -206,7 +206,7 @@ class AnswerModel:
 
     @property
     def has_learnt(self) -> bool:
-        """Whether it is known of any answer if a return followed it."""
+        """True if it is known of any answer if a return followed it."""
         return any(self.labels)
 
     @property
@@ -232,7 +232,7 @@ class AnswerModel:
 
     @property
     def can_predict(self) -> bool:
-        """Whether predictions have been better than the mere share of answers with a return."""
+        """True if predictions have been better than the mere share of answers with a return."""
         return min(self.labels) >= LEAST_LABELS and self._gain > max(EVIDENCE, GAIN * self._weight)
 
     def predict(self, features: Features) -> float:
@@ -240,7 +240,7 @@ class AnswerModel:
         return self._probability(self._weights.take(features))
 
     def _probability(self, weights: Floats) -> float:
-        """What `predict` returns for features with these weights."""
+        """The result of `predict` for features with these weights."""
         score = self._bias + float(np.add.reduce(weights))
         return 1 / (1 + math.exp(-min(max(score, -30.0), 30.0)))
 
@@ -252,7 +252,7 @@ class AnswerModel:
         return self._expected(self.predict(features), hint)
 
     def _expected(self, predicted: float, hint: Hint | None) -> float | None:
-        """What `expect` returns where the regression says `predicted`."""
+        """The result of `expect` where the regression says `predicted`."""
         if hint is not None and (self.hints.is_telling(hint) or self.wait(hint) is not None):
             p = self.hints.probability(hint)
             if not THRESHOLDS[0] < p <= THRESHOLDS[-1]:
@@ -305,7 +305,7 @@ class AnswerModel:
                 self._learn(answer)
 
     def export(self) -> LearntAnswers:
-        """What the model has learnt, without the answers themselves."""
+        """The parameters of the model, without the answers themselves."""
         return LearntAnswers(
             *self._weights.learnt(),
             [float(getattr(self, name)) for name in self.NUMBERS] + [float(n) for n in self.labels],

@@ -55,7 +55,7 @@ PER_CLASS, PER_ROW, PER_RATE = 4.0, 0.5, 2.0  # microseconds that a step takes, 
 
 
 class ClassTree:
-    """Which coarser class each of some classes is shrunk towards: the one with its last feature
+    """The coarser class that each of some classes is shrunk towards: the one with its last feature
     dropped, first turn, then interval_bucket, answer, depth and children.
 
     Args:
@@ -89,7 +89,7 @@ class ClassTree:
 
     @property
     def rows(self) -> int:
-        """How many rows `hazards` has."""
+        """The number of rows of `hazards`."""
         return self._rows
 
     def hazards(self, ended: FloatArray, unended: FloatArray) -> FloatArray:
@@ -194,8 +194,8 @@ def best_rates(hazard: FloatArray, widths: FloatArray) -> FloatArray:
 
 
 class ReturnEstimate:
-    """What follows from hazards of return, for each class and age. Each table is made when it is
-    first asked for: while nothing must be chosen, nobody needs it.
+    """Tables that follow from hazards of return, for each class and age. Each table is made when it
+    is first asked for: while nothing must be chosen, nobody needs it.
 
     Args:
         hazard: [R, K]: of the positions that reach a bin of age, the share resumed within it.
@@ -211,7 +211,7 @@ class ReturnEstimate:
 
     @property
     def has_rates(self) -> bool:
-        """Whether rates were asked for, or made beforehand."""
+        """True if rates were asked for, or made beforehand."""
         return self._table is not None
 
     def make_rates(self) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""How far the hints of a tenant may be believed: how often they proved true so far."""
+"""The credibility of a tenant's hints: how often they proved true so far."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ seconds tell something.
 
 
 class HintRecord:
-    """How often a return followed the hints of one tenant, by kind, and requests without one; and
-    how true the seconds were that it named. Old ones fade.
+    """Counts of returns that followed the hints of one tenant, by kind, and requests without one;
+    and of how true the seconds were that it named. Old ones fade.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class HintRecord:
         self._returned: dict[Next | None, float] = dict.fromkeys(FIRST_BELIEF, 0.0)
 
     def is_telling(self, hint: Hint) -> bool:
-        """Whether returns after `hint` are clearly more, or less, frequent than without a hint."""
+        """True if returns after `hint` are clearly more, or less, frequent than without a hint."""
         return abs(self.probability(hint) - self.probability(None)) > LEAST_DIFFERENCE
 
     def probability(self, hint: Hint | None) -> float:
@@ -75,7 +75,7 @@ class HintRecord:
         ]
 
     def restore(self, values: list[float]) -> None:
-        """What `as_list` gave. Raises ValueError for values that no record has."""
+        """Take over what `as_list` has written. Raises ValueError for values that no record has."""
         kinds = len(FIRST_BELIEF)
         if len(values) != 2 * kinds + 3:
             raise ValueError(f"a record of hints has {2 * kinds + 3} values, not {len(values)}")

@@ -1,4 +1,4 @@
-"""What a client may say beforehand of a prompt and of its session: the fields of these hints, their
+"""Hints that a client may give of a prompt and of its session: the fields of these hints, their
 bounds and their meaning.
 
 Requests are checked by this definition (`serving/requests/kv_hints.py`), the cache acts on what it
@@ -63,7 +63,7 @@ _TIMED: Final = re.compile(r"return *; *seconds *= *(?P<seconds>[0-9]+(\.[0-9]+)
 
 
 class Next(Enum):
-    """What follows a request in its session. ENDS: nothing. RETURNS: another request.
+    """The event that follows a request in its session. ENDS: nothing. RETURNS: another request.
     RETURNS_AFTER: another request, so many seconds after the end of this one.
     """
 
@@ -74,8 +74,8 @@ class Next(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What follows in the session. seconds: until the next request, of RETURNS_AFTER; None where
-    `HintRecord` found that they tell nothing.
+    """The event that follows in the session. seconds: until the next request, of RETURNS_AFTER;
+    None where `HintRecord` found that they tell nothing.
     """
 
     next: Next
@@ -107,7 +107,7 @@ class Hint:
 
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any]) -> Hint:
-        """What the payload of `hybrid.session` says. Raises ValueError."""
+        """The hint that the payload of `hybrid.session` gives. Raises ValueError."""
         check_fields(SESSION, payload)
         follows, seconds = payload.get("next"), payload.get("seconds")
         if not isinstance(follows, str) or follows not in _UNTIMED:
@@ -193,7 +193,7 @@ class PromptHints:
 
 
 NO_HINTS: Final = PromptHints()
-"""Those of a request that says nothing."""
+"""The hints of a request that says nothing."""
 
 
 def check_fields(kind: str, payload: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What came back, and when: recent prompts and answers, whatever the cache holds.
+"""The history of returns: recent prompts and answers, whatever the cache holds.
 
 A cache sees reuse only of what it kept. The history remembers every position where a checkpoint
 could have been taken, so that the reuse index learns from intervals that no eviction cut short, and
@@ -53,8 +53,8 @@ LEAST_MOVED_TOKENS = 4
 
 
 class TimeUnit(Enum):
-    """What ages are counted in. Seconds tell sessions apart by their think times; requests suit
-    traffic without stamps.
+    """The unit of ages. Seconds tell sessions apart by their think times; requests suit traffic
+    without stamps.
     """
 
     SECONDS = "seconds"
@@ -69,7 +69,7 @@ class TimeUnit(Enum):
 
 @dataclass(frozen=True)
 class HistoryMatch:
-    """What a prompt has in common with its tenant's history.
+    """The common part of a prompt and its tenant's history.
 
     known_len: prompt tokens that were seen before. branch: position (tokens from the start) where a
     checkpoint would serve the next prompt of this kind; 0 if there is none. It is the end of the
@@ -96,20 +96,20 @@ class HistoryMatch:
 
     @property
     def only_continues(self) -> bool:
-        """Whether the prompt continues a sequence that no other prompt has continued, as the next
+        """True if the prompt continues a sequence that no other prompt has continued, as the next
         turn of a session does. Then nothing says yet that `branch` serves other prompts.
         """
         end = self.reused
         return end is not None and end.depth == self.branch and not end.children
 
     def is_of(self, tokens: int) -> bool:
-        """Whether this is the match of a prompt of `tokens` tokens."""
+        """True if this is the match of a prompt of `tokens` tokens."""
         return len(self.fingerprints) == tokens * TOKEN_BYTES
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """What a history has learnt, as plain arrays: for a file that outlives the server. Positions,
+    """The parameters of a history, as plain arrays: for a file that outlives the server. Positions,
     prompts and answers are not in it.
 
     classes: common to all tenants. answers: by a name of the tenant, the one that was here last
@@ -122,8 +122,8 @@ class Learnt:
 
 @dataclass(frozen=True)
 class LearntBefore:
-    """What an earlier server has learnt, as all ranks get it. content: of the file, as
-    extensions/disk/learnt_file.py packs it. key: of tenants' names in it.
+    """The parameters that an earlier server has saved, as all ranks get them. content: of the file,
+    as extensions/disk/learnt_file.py packs it. key: of tenants' names in it.
     """
 
     content: bytes
@@ -168,7 +168,7 @@ class History:
 
     @property
     def answers(self) -> AnswerModels:
-        """What each tenant's answers tell of a return, to be read only."""
+        """The models of each tenant's answers, to be read only."""
         return self._answers
 
     def tree(self, tenant: Hashable = None) -> HistoryTree:
@@ -341,8 +341,8 @@ class History:
                 self.index.reclass(node.interval_id, node.reuse_class)
 
     def export(self, name_of: Callable[[Any], str]) -> Learnt:
-        """What a restarted server can begin with. name_of: the name of a tenant there. Changes
-        nothing.
+        """The parameters that a restarted server can begin with. name_of: the name of a tenant
+        there. Changes nothing.
         """
         return Learnt(self.index.export(), dict(self._answers.export(name_of)))
 
@@ -438,9 +438,9 @@ class History:
 def _left(
     tree: HistoryTree, fingerprints: bytes, path: list[HistoryNode], matched: int
 ) -> tuple[bytes, int]:
-    """What the newest sequence that has the first `matched` tokens of a prompt has behind them:
-    the fingerprints of a few tokens, and how many tokens there are to the end of its answer, 0 if
-    they are not all of the answer.
+    """The continuation of the newest sequence that has the first `matched` tokens of a prompt: the
+    fingerprints of a few tokens, and how many tokens there are to the end of its answer, 0 if they
+    are not all of the answer.
     """
     moved, lost, ended = b"", 0, False
     wanted = TOKEN_BYTES * MOST_MOVED_TOKENS

@@ -122,7 +122,7 @@ class IntervalCounts:
     def export(
         self, known: IntArray, open_intervals: IntArray, classes: IntArray, cells: IntArray
     ) -> LearntCounts:
-        """What `of` returns for the same arguments, for `restore`. Changes nothing."""
+        """The result of `of` for the same arguments, for `restore`. Changes nothing."""
         counts = self.of(known, open_intervals, classes, cells)
         return LearntCounts(as_ints(self._begun)[known], *counts)
 
@@ -167,8 +167,7 @@ class IntervalCounts:
 
 
 class IntervalNews:
-    """What happened to intervals lately, as evidence for the long estimate of hazards or the short
-    one.
+    """Recent intervals, as evidence for the long estimate of hazards or the short one.
 
     Every bin of age that an interval reached is one trial: the interval ended in it or passed it.
     """

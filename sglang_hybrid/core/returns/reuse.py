@@ -265,7 +265,7 @@ class ReuseIndex:
 
     @property
     def has_observed(self) -> bool:
-        """Whether a request was observed."""
+        """True if a request was observed."""
         return self._observed > 0
 
     @property

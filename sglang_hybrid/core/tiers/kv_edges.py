@@ -19,7 +19,7 @@ FIRST_SLOTS: Final = 64
 
 
 class KvEdges:
-    """What each node of a tree gives back in one tier, and what keeps its KV there.
+    """Bytes that each node of a tree gives back in one tier, and the holders of its KV there.
 
     A node has a slot from `put` until `drop`. The root has one, too; its KV is always kept.
 
@@ -93,7 +93,7 @@ class KvEdges:
         self._flags[self._slots[node]] &= ~flag
 
     def have(self, slots: IntArray, flag: int) -> npt.NDArray[np.bool_]:
-        """Which of the nodes at slots [n] have this flag."""
+        """A mask of the nodes at slots [n] that have this flag."""
         found: npt.NDArray[np.bool_] = as_ints(self._flags)[slots] & flag != 0
         return found
 

@@ -65,7 +65,9 @@ class Copies:
         return bool(self.pinned >> tier & 1)
 
     def of_head(self) -> Copies:
-        """Those of the new node above, when the edge of this node is cut: the same KV, no state."""
+        """The copies of the new node above, when the edge of this node is cut: the same KV, no
+        state.
+        """
         head = Copies(self.kv)
         head.pinned, head.inexact, head.uses = self.pinned, self.inexact, self.uses
         head.kv_children = [self.kv >> tier & 1 for tier in TIERS]
@@ -94,7 +96,7 @@ def copies_of(node: Node) -> Copies:
 
 
 def was_refused(node: Node) -> bool:
-    """Whether a copy of `node` below the device was refused or evicted, and no request has resumed
+    """True if a copy of `node` below the device was refused or evicted, and no request has resumed
     from `node` since. What was worth more than that copy then is worth more now.
     """
     return copies_of(node).refused == node.last_used
@@ -110,7 +112,7 @@ def tiers_of(node: Node) -> tuple[Tier | None, Tier | None]:
 
 
 def is_exact(path: Iterable[Node]) -> bool:
-    """Whether no node of `path`, which begins at the root, is marked inexact. What is computed
+    """True if no node of `path`, which begins at the root, is marked inexact. What is computed
     behind a marked node is inexact without a mark.
     """
     return not any(copies_of(node).inexact for node in path)
@@ -263,7 +265,8 @@ def load_seconds(load_bytes: Sequence[int], speeds: Speeds) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What one eviction takes from a tier: the KV of a node's edge, its state, or both.
+    """The part of a node that one eviction takes from a tier: the KV of a node's edge, its state,
+    or both.
 
     freed: bytes. saves: seconds that each return gains from it, over the next best way.
     """
@@ -282,7 +285,7 @@ def unit_of(
     demotes_to: Tier | None = None,
     counted: int = ALL_TIERS,
 ) -> Unit | None:
-    """What evicting `node` from `tier` takes, and what it is worth; None if nothing can go.
+    """The unit that evicting `node` from `tier` takes, and its worth; None if nothing can go.
 
     A node gives up its KV and its state in `tier` together if none of its children has KV there,
     and if its KV has another copy, or no children need it. Any other node gives up its state only.
@@ -350,7 +353,7 @@ def seconds_saved(
 
 
 def counted_children(node: Node, counted: int) -> int:
-    """How many children of `node` have KV in the tiers of a mask."""
+    """The number of children of `node` that have KV in the tiers of a mask."""
     if counted == ALL_TIERS:
         return len(node.children)
     return sum(copies_of(child).kv & counted > 0 for child in node.children.values())

@@ -27,7 +27,7 @@ class Tier(IntEnum):
 
 TIERS: Final = tuple(Tier)
 TIERS_BELOW: Final = (Tier.HOST, Tier.DISK)
-"""Those below the device: what is there must be loaded before a request can resume from it."""
+"""The tiers below the device: what is there must be loaded before a request can resume from it."""
 
 WINDOW = 64  # measurements that an estimate is made of
 FEWEST = 8  # measurements without which the first assumption holds
@@ -95,7 +95,8 @@ INSTANT: Final = Link(float("inf"))
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What decisions are made with. All ranks of a server must have the same ones at a step.
+    """The speeds that decisions are made with. All ranks of a server must have the same ones at a
+    step.
 
     prefill: FLOPs per second. loads, writes: the link from and to each tier, indexed by `Tier`, the
     device being INSTANT. A load from the disk is the whole way to the device; a write to the disk
@@ -124,7 +125,7 @@ class Speeds:
         return flops / self.prefill
 
     def moved_from(self, other: Speeds) -> bool:
-        """Whether a rate differs by more than MOVED from that of `other`."""
+        """True if a rate differs by more than MOVED from that of `other`."""
         pairs = [(self.prefill, other.prefill)]
         for ours, theirs in ((self.loads, other.loads), (self.writes, other.writes)):
             for tier in TIERS_BELOW:
@@ -150,7 +151,7 @@ class LineEstimate:
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
     def seconds(self, size: float) -> float:
-        """How long `size` FLOPs or bytes take."""
+        """Seconds that `size` FLOPs or bytes take."""
         return self.base + size / self.rate
 
     def observe(self, size: float, seconds: float) -> bool:

@@ -112,7 +112,7 @@ class TierPool(Pool):
         slots, every = self._slots(table), np.arange(len(nodes))
 
         def is_needed(row: int) -> bool:
-            """Whether what goes before this row frees too little."""
+            """True if what goes before this row frees too little."""
             score = scores[row]
             before = (scores < score) | ((scores == score) & (every < row))
             return edges.freed_by(np.concatenate([worthless, slots[before]])) < needed
@@ -165,7 +165,7 @@ class TierPool(Pool):
         return found
 
     def unit(self, node: Node) -> Unit | None:
-        """What evicting `node` would free in this tier now; None if nothing."""
+        """The unit that evicting `node` would free in this tier now; None if there is none."""
         if node.copies is None:
             return None
         waits = node.kv_locked and not copies_of(node).has_kv(Tier.DEVICE)
@@ -192,7 +192,7 @@ class TierPool(Pool):
         return self._compared(node)
 
     def outranks_pushed_out(self, node: Node, needed: int) -> bool:
-        """Whether a copy of all of `node` is worth more than each of the first victims that
+        """True if a copy of all of `node` is worth more than each of the first victims that
         together free `needed` bytes. LOOKED_AT victims are compared at most. False if all victims
         together free less: what would have to be evicted after them is worth more. True where the
         victims have no score.

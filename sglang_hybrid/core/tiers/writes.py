@@ -1,4 +1,4 @@
-"""What a copy in a lower tier is worth before it is written, and what writing it costs."""
+"""The worth of a copy in a lower tier before it is written, and the cost of writing it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def copy_saves(
 
 
 def write_pays(size: int, saves: float, returns: float, tier: Tier, speeds: Speeds) -> bool:
-    """Whether a copy of `size` bytes is worth its writing to `tier`: it saves `saves` seconds for
+    """True if a copy of `size` bytes is worth its writing to `tier`: it saves `saves` seconds for
     each of `returns` expected returns, and costs WRITE_PRICE of the seconds of its transfer.
     """
     return returns * saves > WRITE_PRICE * speeds.writes[tier].seconds(size)
@@ -94,7 +94,7 @@ class CopyJudge:
         self._average_returns = average_returns
 
     def can_judge(self, node: Node, uses: int, least_uses: int) -> bool:
-        """Whether `accepts` is to be asked of `node`, which `uses` requests have passed: not if KV
+        """True if `accepts` is to be asked of `node`, which `uses` requests have passed: not if KV
         that the host lacks was passed by fewer than `least_uses`, nor if a copy was refused since
         the last use.
         """
@@ -102,7 +102,7 @@ class CopyJudge:
         return not seldom and not was_refused(node)
 
     def accepts(self, node: Node) -> bool:
-        """Whether `node` should be copied, with the KV that it needs above it. If not, that is
+        """True if `node` should be copied, with the KV that it needs above it. If not, that is
         noted: `can_judge` is False until the next use.
 
         Where nothing can be resumed from `node`, its KV is copied only with something below.
@@ -117,7 +117,7 @@ class CopyJudge:
         return False
 
     def worth_resuming(self, node: Node) -> bool:
-        """Whether what is resumed from at `node`, its state or without states its KV, should be
+        """True if what is resumed from at `node`, its state or without states its KV, should be
         copied, with what the host lacks of the path to it.
         """
         return self._pays(node) and self._beats_the_host(node)
@@ -132,7 +132,7 @@ class CopyJudge:
         return write_pays(self._missing(node), saves, returns, Tier.HOST, speeds)
 
     def _beats_the_host(self, node: Node) -> bool:
-        """Whether there is room for the copy, or it is worth more than what it would push out."""
+        """True if there is room for the copy, or it is worth more than what it would push out."""
         pools, cost = self._pools, self._pools.cost
         kinds = [
             (Scarce.KV, pools.host_kv_pool, missing_tokens(node), cost.kv_bytes_per_token),

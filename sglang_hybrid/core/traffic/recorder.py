@@ -22,7 +22,7 @@ RECORD_BYTES = 400
 
 MOST_RECORD_BYTES: Final = 64 << 20
 MOST_REQUESTS: Final = 4_096
-"""What a server remembers, and what it replays of that."""
+"""Bounds on the requests that a server remembers, and on those that it replays."""
 
 FEWEST_REQUESTS: Final = 16
 """With fewer, nothing is replayed."""

@@ -148,7 +148,7 @@ def make_request(
 
 
 def common_prefix(one: npt.NDArray[np.integer[Any]], other: npt.NDArray[np.integer[Any]]) -> int:
-    """How many tokens two sequences share from the start."""
+    """The number of tokens that two sequences share from the start."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

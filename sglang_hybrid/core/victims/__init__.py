@@ -1,1 +1,1 @@
-"""Which entry of a pool is evicted first."""
+"""Policies: the entry of a pool that is evicted first."""

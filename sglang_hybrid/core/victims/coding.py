@@ -28,8 +28,8 @@ exact any more. Replayed, hits are as many as with 0 (-0.4 points with the sizes
 
 @dataclass(frozen=True, slots=True)
 class Codable:
-    """What is coded where a node would be evicted: the KV of these nodes, the deepest first, and
-    whether its state. freed: bytes that this gives back.
+    """The entries that are coded where a node would be evicted: the KV of these nodes, the deepest
+    first, and whether its state. freed: bytes that this gives back.
     """
 
     kv: tuple[Node, ...]
@@ -38,7 +38,8 @@ class Codable:
 
 
 def codable(node: Node, cost: CostModel, *, kv: bool, state: bool) -> Codable | None:
-    """What of `node` can be coded, of KV and of states as far as they are wanted; None if nothing.
+    """The part of `node` that can be coded, of KV and of states as far as they are wanted; None if
+    there is none.
 
     node: not the root, of a tree whose entries may be coded.
     """
@@ -77,5 +78,5 @@ def _chain(node: Node) -> Iterator[Node]:
 
 
 def _is_lowest(node: Node) -> bool:
-    """Whether the KV of `node` is exact, held by nobody, and none is exact below it."""
+    """True if the KV of `node` is exact, held by nobody, and none is exact below it."""
     return not (node.coded_kv or node.exact_children or node.kv_locked)

@@ -292,7 +292,7 @@ class Reuse(Policy):
             above.inherited_demand = (above.last_used, latest)
 
     def _is_near(self, node: Node) -> bool:
-        """Whether a request that returns to the history node of `node` can resume from `node`."""
+        """True if a request that returns to the history node of `node` can resume from `node`."""
         at = node.history_node
         return at is not None and at.depth - node.depth < self.history.max_offset
 

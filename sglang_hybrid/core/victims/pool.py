@@ -24,7 +24,7 @@ from sglang_hybrid.core.victims.table import Table
 
 
 class Scarce(Enum):
-    """What is short, and so which bytes a victim is charged for."""
+    """The kind of memory that is short, and so the bytes that a victim is charged for."""
 
     SHARED = "shared"  # one budget for KV and states
     STATES = "states"  # slots of a split pool
@@ -136,7 +136,7 @@ class Pool:
         return node
 
     def _has_demand(self, node: Node) -> bool:
-        """Whether requests may return to `node`, even if it is evicted before all nodes with a
+        """True if requests may return to `node`, even if it is evicted before all nodes with a
         score.
         """
         return node.has_state or self._home.get(node) is not self._stateless
@@ -174,8 +174,8 @@ class Pool:
         return self._least_wanted()
 
     def _code_or_evict(self) -> tuple[Node, float]:
-        """What is lost least by: coding the cheapest entry that can be, or evicting one that is
-        coded already. Their scores compare where they say how likely a position comes back.
+        """The cheaper of two: coding the cheapest entry that can be, or evicting one that is coded
+        already. Their scores compare where they say how likely a position comes back.
         """
         first, other = (
             table.lowest(self.policy.scores(table, self.clock))
@@ -196,7 +196,7 @@ class Pool:
 
     @property
     def evictable(self) -> bool:
-        """Whether anything may go before a last resort."""
+        """True if anything may go before a last resort."""
         self._describe()
         tables = self._stateless, self._candidates, self._coded
         while self._dirty and not any(map(len, tables)):
@@ -223,7 +223,7 @@ class Pool:
         return comparison
 
     def _stateless_free(self, needed: int) -> bool:
-        """Whether leaves without a state give back so many bytes of what is scarce."""
+        """True if leaves without a state give back so many bytes of what is scarce."""
         if self.scarce is not Scarce.SHARED:
             return len(self._stateless) > 0
         for node in self._stateless.nodes:
@@ -233,12 +233,12 @@ class Pool:
         return False
 
     def candidates(self) -> Sequence[Node]:
-        """What may go before a last resort, in no particular order."""
+        """The nodes that may go before a last resort, in no particular order."""
         self._describe(len(self._dirty))
         return self._stateless.nodes + self._candidates.nodes + self._coded.nodes
 
     def codable(self, node: Node) -> Codable | None:
-        """What of `node` is to be coded where it would be evicted; None if it is to be evicted. A
+        """The part of `node` to be coded where it would be evicted; None if it is to be evicted. A
         leaf without a state is not worth coding.
         """
         if not self.cost.coded or not (node.has_state or node.children):
@@ -247,7 +247,7 @@ class Pool:
         return codable(node, self.cost, kv=kv, state=state)
 
     def check(self, nodes: Iterable[Node]) -> list[str]:
-        """What is wrong with the tables, given all `nodes` there are; nothing, if all is well."""
+        """Errors in the tables, given all `nodes` there are; none, if all is well."""
         known = list(nodes)
         wrong = [
             node
@@ -323,11 +323,11 @@ class Pool:
         return self._coded if self.cost.coded else self._candidates, freed, saved
 
     def _is_fork(self, node: Node) -> bool:
-        """Whether several nodes continue `node`."""
+        """True if several nodes continue `node`."""
         return len(node.children) > 1
 
     def _is_worthless(self, node: Node, saved: int) -> bool:
-        """Whether `node` is evicted before all nodes with a score."""
+        """True if `node` is evicted before all nodes with a score."""
         return not node.has_state
 
 

@@ -1,4 +1,4 @@
-"""What a process needs that serves on the CPU, before it imports SGLang."""
+"""Prepares a process that serves on the CPU, before it imports SGLang."""
 
 from __future__ import annotations
 

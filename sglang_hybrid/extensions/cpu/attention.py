@@ -223,7 +223,7 @@ class _Batch:
 
 
 def rule_of(layer: RadixAttention, sinks: Tensor | None = None) -> Rule:
-    """What SGLang's layer says about its scores."""
+    """The options of SGLang's layer about its scores."""
     causal = not layer.is_cross_attention and layer.attn_type != AttentionType.ENCODER_ONLY
     windowed = causal and layer.sliding_window_size is not None and layer.sliding_window_size > -1
     return Rule(

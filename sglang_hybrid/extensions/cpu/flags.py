@@ -21,7 +21,7 @@ ON_CPU = {
     "decode_attention_backend": (CPU_ATTENTION, "torch_native"),
     "sampling_backend": ("pytorch",),
 }
-"""Those that name a backend, and what they may name here; the first is taken without the flag."""
+"""Flags that name a backend, and what they may name here; the first is taken without the flag."""
 
 ADAPTERS_OF_SGLANG = "csgmv"
 """SGLang's default for --lora-backend, in Triton."""

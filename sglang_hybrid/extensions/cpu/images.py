@@ -13,7 +13,7 @@ MODEL_TYPES = ("qwen3_5", "qwen3_5_moe")
 
 
 class PillowProcessor:
-    """What SGLang loads in the place of transformers' processor of a model."""
+    """A processor that SGLang loads in the place of that of transformers."""
 
     @staticmethod
     def from_pretrained(model: str, **options: Any) -> Any:

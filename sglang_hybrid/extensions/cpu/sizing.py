@@ -1,4 +1,4 @@
-"""How large weights and pools are on a CPU, and what they default to there."""
+"""Sizes of weights and pools on a CPU, and their defaults there."""
 
 from dataclasses import dataclass
 from pathlib import Path

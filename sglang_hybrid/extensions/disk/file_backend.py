@@ -211,7 +211,7 @@ class FileBackend(HiCacheStorage):
         return [self._put(transfer.name, keys, pages)] * len(keys)
 
     def _put(self, kind: str, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> bool:
-        """Whether the pages were taken. SGLang logs each page that was not, so a disk that takes
+        """True if the pages were taken. SGLang logs each page that was not, so a disk that takes
         nothing takes all of them: the store has said why, once, and counts them.
         """
         if self.store is not None:
@@ -221,7 +221,7 @@ class FileBackend(HiCacheStorage):
         return True
 
     def holds(self, kind: str, keys: Sequence[str]) -> list[bool]:
-        """Whether objects of this kind are on disk, by key; they count as used."""
+        """True if objects of this kind are on disk, by key; they count as used."""
         return [False] * len(keys) if self.store is None else self.store.contains(kind, keys)
 
     def knows(self, kind: str, keys: Sequence[str]) -> list[bool]:
@@ -236,7 +236,7 @@ def _rank(config: HiCacheStorageConfig) -> str:
 
 
 def _part(config: HiCacheStorageConfig) -> str:
-    """Which part of the model a rank has: the same in each data-parallel replica."""
+    """The part of the model that a rank has: the same in each data-parallel replica."""
     return f"{config.tp_rank}-{config.pp_rank}-{config.attn_cp_rank}"
 
 
@@ -258,7 +258,7 @@ _LAYERS = ("start_layer", "end_layer")
 
 
 def _pool_facts(pool: Any, stages: int) -> dict[str, Any]:
-    """What one page of a host pool looks like."""
+    """The layout of one page of a host pool."""
     page = pool.get_dummy_flat_data_page()
     names = (*_SHAPE, *_LAYERS) if stages > 1 else _SHAPE
     return {

@@ -1,4 +1,4 @@
-"""What the content of KV and states depends on beside the tokens: weights and configuration.
+"""Fingerprints of what KV and states depend on beside the tokens: weights and configuration.
 
 A checkpoint of many gigabytes is not read whole at each start. Of each tensor some blocks are, so
 that weights which were trained further, merged or quantised differ in almost every block.

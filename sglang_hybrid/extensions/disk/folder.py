@@ -63,7 +63,7 @@ SCHEMAS = "schemas"
 _KEY = "key"
 _KEY_BYTES = 32
 _START_SECONDS, _ROOM_SECONDS = 60.0, 1.0
-"""How long a start, and who wants room, waits for the tier's lock."""
+"""Seconds that a start, and a store that wants room, waits for the tier's lock."""
 
 _HEX = re.compile(r"[0-9a-f]+")
 
@@ -126,7 +126,7 @@ class RankFolder:
 
     @property
     def is_held(self) -> bool:
-        """Whether the folder is still the one that was opened, and not removed or replaced."""
+        """True if the folder is still the one that was opened, and not removed or replaced."""
         try:
             here, ours = os.stat(self.path / LOCK), os.fstat(self._lock)
         except OSError:

@@ -1,4 +1,4 @@
-"""What the cache has learnt of its traffic outlives the server, where there is a disk tier.
+"""Saves and restores what the cache has learnt of its traffic, where there is a disk tier.
 
 The rank that receives requests reads the file when it starts and sends its content to all ranks
 with the requests of a step, so that all begin with the same. It alone writes the file: while

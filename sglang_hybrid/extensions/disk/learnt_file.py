@@ -1,4 +1,4 @@
-"""What the cache has learnt of its traffic, as a file in the disk tier's folder.
+"""The file of what the cache has learnt of its traffic, in the disk tier's folder.
 
 The file is one object as `object_file.py` writes them: mode 0600, whole or not there, with a
 checksum over the content and the identity of model and settings. The content is msgpack of the
@@ -57,8 +57,8 @@ def encode_arrays(content: object) -> bytes:
 
 
 def decode_arrays(packed: bytes, kind: type[Content]) -> Content:
-    """What `encode_arrays` was given, with flat arrays of the types that `kind` has. Raises BadFile
-    for what is no such dataclass.
+    """The object that `encode_arrays` was given, with flat arrays of the types that `kind` has.
+    Raises BadFile for what is no such dataclass.
     """
     try:
         return msgspec.msgpack.decode(packed, type=kind, dec_hook=_array)
@@ -86,8 +86,8 @@ def pack(learnt: Learnt) -> bytes:
 
 
 def unpack(content: bytes) -> tuple[Learnt, int]:
-    """What `pack` was given, as far as it can be read, and how many parts of it cannot. Nothing is
-    believed that can be checked. Raises BadFile where nothing can be read.
+    """The content that `pack` was given, as far as it can be read, and the number of parts that
+    cannot. Nothing is believed that can be checked. Raises BadFile where nothing can be read.
     """
     whole = decode_arrays(content, _ContentInParts)
     classes, answers, unreadable = NO_CLASSES, {}, list[BadFile]()

@@ -44,7 +44,7 @@ class BadFile(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is in a file.
+    """The content of a file.
 
     kind: "kv", "mamba" and so on. names: of the objects, `NAME_BYTES` bytes each. sums: their
     checksums. size: bytes of each object. start: bytes before the first one. written: when, in
@@ -70,7 +70,7 @@ def object_path(rank: Path, names: Sequence[bytes]) -> Path:
 
 
 def is_object_path(folder: str, name: str) -> bool:
-    """Whether `object_path` may give a file of this name in a folder of this name; also of one that
+    """True if `object_path` may give a file of this name in a folder of this name; also of one that
     is not finished.
     """
     finished = finished_name(name)
@@ -117,7 +117,7 @@ def read_header(path: Path, identity: str) -> Header:
 
 
 def has_identity(path: Path | str, identity: str, folder: int | None = None) -> bool:
-    """Whether a file is one of this identity by its header, be it whole or not; `folder` is one
+    """True if a file is one of this identity by its header, be it whole or not; `folder` is one
     that the path begins in.
     """
     try:
@@ -217,8 +217,8 @@ def write_single(path: Path, identity: str, kind: str, content: bytes, written: 
 
 
 def read_single(path: Path, identity: str, kind: str) -> bytes | None:
-    """What `write_single` wrote; None if there is no such file. Raises BadFile for one that is not
-    whole, has more than MOST_SINGLE_BYTES, or belongs to something else; OSError.
+    """The content that `write_single` wrote; None if there is no such file. Raises BadFile for one
+    that is not whole, has more than MOST_SINGLE_BYTES, or belongs to something else; OSError.
     """
     try:
         header = read_header(path, identity)

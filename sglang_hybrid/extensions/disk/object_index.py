@@ -1,4 +1,4 @@
-"""Which objects are in which files, and which files are worth most.
+"""An index of the objects in files, and of the worth of files.
 
 How soon a file is used again is learnt by class (core/returns/reuse.py): a class is what a file
 holds (states or KV), how often it was used, and the interval before its last use. All files of a
@@ -56,7 +56,7 @@ class ObjectIndex:
 
     @property
     def objects(self) -> int:
-        """How many objects there are."""
+        """The number of objects."""
         return len(self._objects)
 
     def __contains__(self, path: Path) -> bool:
@@ -103,7 +103,7 @@ class ObjectIndex:
         return [file for _, file in order]
 
     def uses(self) -> Uses:
-        """How often files were used again, and what that tells of others. Changes nothing."""
+        """Counts of uses of files, and what they tell of others. Changes nothing."""
         again = [file for file in self.files() if file.uses]
         return Uses(
             self._intervals.export(),

@@ -42,7 +42,9 @@ _ROOM_AT_ONCE = 0.02
 """Share of the budget that is freed at once, so that a full folder is sorted rarely."""
 
 _SAVE_SECONDS = 60.0
-"""How often files were used is written at most this often, and at the end."""
+"""Seconds between two writings of how often files were used, at least; it is written at the end,
+too.
+"""
 
 _TOUCH_SECONDS = 60.0
 """A file's time of last use is written to disk at most this often."""
@@ -50,7 +52,7 @@ _TOUCH_SECONDS = 60.0
 
 @dataclass(slots=True)
 class StoreCounts:
-    """What became of objects since the start."""
+    """Counts of objects since the start, by what became of them."""
 
     written: int = 0
     read: int = 0
@@ -149,14 +151,14 @@ class ObjectStore:
         return found
 
     def contains(self, kind: str, keys: Sequence[str]) -> list[bool]:
-        """Which objects are on disk; they count as used."""
+        """A mask of the objects that are on disk; they count as used."""
         with self._lock:
             entries = [self._index.find(self.folder.name(kind, key)) for key in keys]
             self._use([entry[0] for entry in entries if entry is not None])
         return [entry is not None for entry in entries]
 
     def knows(self, kind: str, keys: Sequence[str]) -> list[bool]:
-        """Which objects are on disk; asking for them is no use of them."""
+        """A mask of the objects that are on disk; asking for them is no use of them."""
         with self._lock:
             return [self._index.find(self.folder.name(kind, key)) is not None for key in keys]
 
@@ -171,7 +173,7 @@ class ObjectStore:
 
     @property
     def in_use(self) -> bool:
-        """Whether the store is neither off nor closed."""
+        """True if the store is neither off nor closed."""
         return not (self.off or self._closed)
 
     def add_found(self, path: Path, header: Header, last_use: float) -> None:

@@ -6,33 +6,18 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from sglang_hybrid.extensions.disk.folder import RankFolder
 from sglang_hybrid.extensions.disk.other_models import OtherModel
+
+if TYPE_CHECKING:
+    from sglang_hybrid.extensions.disk.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
 
-class BoundedStore(Protocol):
-    """A store of files with a bound on their bytes. budget, least_free, ranks: as of
-    `object_store.ObjectStore`. other_bytes: of other models that no server uses.
-    """
-
-    folder: RankFolder
-    budget: int
-    least_free: int
-    ranks: int
-    other_bytes: int
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    def evict(self, least: int) -> bool: ...
-
-
-def make_room(store: BoundedStore, more: int) -> bool:
-    """Whether a file of so many bytes fits, once what is worth less is removed."""
+def make_room(store: ObjectStore, more: int) -> bool:
+    """True if a file of so many bytes fits, once what is worth less is removed."""
     if max(_over_budget(store, more), _too_full(store, more)) <= 0:
         return True
     if 0 < store.budget < more:
@@ -50,21 +35,21 @@ def make_room(store: BoundedStore, more: int) -> bool:
     return missing <= 0 or store.evict(missing)
 
 
-def measure_others(store: BoundedStore) -> list[OtherModel]:
+def measure_others(store: ObjectStore) -> list[OtherModel]:
     """Find other models whose objects no server uses, and count their bytes in the budget."""
     others = store.folder.others()
     store.other_bytes = sum(other.bytes for other in others)
     return others
 
 
-def _over_budget(store: BoundedStore, more: int) -> int:
+def _over_budget(store: ObjectStore, more: int) -> int:
     """Bytes above the budget with another file of this size."""
     if not store.budget:
         return 0
     return store.used_bytes + store.other_bytes // store.ranks + more - store.budget
 
 
-def _too_full(store: BoundedStore, more: int) -> int:
+def _too_full(store: ObjectStore, more: int) -> int:
     """Bytes that the disk lacks for another file of this size."""
     if not store.least_free:
         return 0
@@ -72,7 +57,7 @@ def _too_full(store: BoundedStore, more: int) -> int:
     return more + store.least_free - disk.f_bavail * disk.f_frsize
 
 
-def _remove(store: BoundedStore, other: OtherModel, why: str) -> int:
+def _remove(store: ObjectStore, other: OtherModel, why: str) -> int:
     """Remove what another model left. Returns the bytes that this freed."""
     files, size = store.folder.remove_other(other)
     store.other_bytes -= other.bytes

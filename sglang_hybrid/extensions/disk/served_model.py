@@ -1,4 +1,4 @@
-"""What KV and states of the running server depend on, for the disk tier's manifest."""
+"""The facts that KV and states of the running server depend on, for the disk tier's manifest."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ AT_ONCE: Final = 64 << 20
 
 
 class Client(Protocol):
-    """What is used of `mooncake.store.MooncakeDistributedStore`; a negative number is an error."""
+    """The part of `mooncake.store.MooncakeDistributedStore` that is used; a negative number is an
+    error.
+    """
 
     def is_exist(self, name: str) -> int: ...
 
@@ -65,7 +67,7 @@ class Unreachable(Exception):
 
 @dataclass(slots=True)
 class SharedCounts:
-    """What became of objects since the start."""
+    """Counts of objects since the start, by what became of them."""
 
     written: int = 0
     read: int = 0
@@ -220,7 +222,7 @@ class SharedStore:
         return checksum(self.identity, kind, name.encode(), content)
 
     def _take(self, kind: str, name: str, value: bytes, buffer: Bytes) -> bool:
-        """Whether `value` is a whole object; it is in the buffer then."""
+        """True if `value` is a whole object; it is in the buffer then."""
         if not value:
             return False
         content = np.frombuffer(value, np.uint8)[:-SUM_BYTES]

@@ -1,4 +1,4 @@
-"""What a starting store does while the server already serves: learns what earlier servers left, and
+"""The start of a store while the server already serves: it learns what earlier servers left, and
 reads what is worth most ahead into memory.
 """
 

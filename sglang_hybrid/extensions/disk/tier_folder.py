@@ -49,7 +49,7 @@ def make_tier(top: Path) -> Path:
 
 
 def is_tier(path: Path) -> bool:
-    """Whether the folder is one that a disk tier has marked as its own."""
+    """True if the folder is one that a disk tier has marked as its own."""
     return (path / _MARKER).is_file()
 
 

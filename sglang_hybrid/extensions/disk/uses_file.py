@@ -1,5 +1,5 @@
-"""How often the files of a disk tier were used, as a file in its folder: what a restarted server
-orders them by.
+"""The file of how often the files of a disk tier were used, by which a restarted server orders
+them.
 
 The file is one object as `object_file.py` writes them, beside `learnt_file.py`'s. It names files by
 their objects' names, which tell neither tokens nor tenants to anybody without the folder's secret.

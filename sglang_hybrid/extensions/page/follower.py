@@ -1,4 +1,4 @@
-"""What has changed in a tree of records since a reader asked last, in slices of bounded time."""
+"""The changes of a tree of records since a reader asked last, in slices of bounded time."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ class TreeFollower:
     # What the reader calls.
 
     def changes(self, seconds: float, *, valued: bool) -> Changes:
-        """What has changed, as far as it is told within `seconds`; at first every node there is,
-        with its value if `valued`.
+        """The changes, as far as they are told within `seconds`; at first every node there is, with
+        its value if `valued`.
         """
         until = time.perf_counter() + seconds
         told = Changes(gone=self._gone)

@@ -1,4 +1,4 @@
-"""What the page asks a scheduler, and its answers; SGLang's own kind of messages."""
+"""Messages of the page to a scheduler, and its answers; of SGLang's own kind."""
 
 from typing import Any, ClassVar
 
@@ -7,7 +7,7 @@ from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
 
 class WatchReq(BaseReq):
-    """What has changed since `reader` asked last. leave: the reader asks no more."""
+    """A question for the changes since `reader` asked last. leave: the reader asks no more."""
 
     only_reads: ClassVar[bool] = True  # failures.py
     reader: str = ""
@@ -42,7 +42,7 @@ class NodeReq(BaseReq):
 
 
 class NodeReqOutput(BaseReq):
-    """What is known of the node, None if it is gone; and the tokens of its edge."""
+    """The facts about a node, None if it is gone; and the tokens of its edge."""
 
     node: dict[str, Any] | None = None
     tokens: list[int] = msgspec.field(default_factory=list)

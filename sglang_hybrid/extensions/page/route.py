@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 FILES = Path(__file__).parent / "static"
 STYLE = "style.css"
-"""What the page shares with the report of a replay (serving/style.css)."""
+"""The style that the page shares with the report of a replay (serving/style.css)."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -88,9 +88,8 @@ def _check() -> None:
         raise Refused(why, HTTPStatus.NOT_FOUND)
 
 
-@lru_cache(maxsize=1)
 def shown() -> Ui:
-    """What the page shows of prompts."""
+    """The parts of prompts that the page shows."""
     return HybridConfig.from_environment().hybrid_ui
 
 
@@ -107,7 +106,7 @@ def _watch(manager: TokenizerManager) -> Watch:
 
 @lru_cache(maxsize=1)
 def _write_no_log() -> None:
-    """What a page asks by itself is not in the log of requests: it would be most of it."""
+    """Leaves what a page asks by itself out of the log of requests: it would be most of it."""
     quiet = tuple(f"{router.prefix}/{name}" for name in ("static", "nodes", "changes", "what_if"))
 
     def is_written(record: logging.LogRecord) -> bool:
@@ -139,7 +138,7 @@ async def static(name: str) -> Response:
 @router.get("/changes")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def changes() -> Response:
-    """What the cache holds and what happens to it, as server-sent events."""
+    """The content of the cache and its changes, as server-sent events."""
     try:
         stream = await _watch(_manager()).stream()
     except TooManyWatchers:

@@ -1,4 +1,4 @@
-"""What the page is told of one cache, by its scheduler. Nothing is recorded until somebody looks.
+"""The page's view of one cache, in its scheduler. Nothing is recorded until somebody looks.
 
 All ranks of a group answer alike and the first one's answer is sent. Answers only read, so they may
 differ without harm: how many nodes one tells is bounded by time.
@@ -11,14 +11,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.core.victims.pool import absorbed
-from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.decisions import Decision, KvLost, NotTaken, StateLost
 from sglang_hybrid.explain.explanation import Explanation
@@ -42,8 +41,10 @@ from sglang_hybrid.serving.tenants import tenant, tenant_names
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+
 BUSY_SECONDS = 0.0004
-"""How long an answer may take while requests run: 1 % of the time between two (watch.py)."""
+"""Seconds that an answer may take while requests run: 1 % of the time between two (watch.py)."""
 
 IDLE_SECONDS = 0.02
 EVENTS = 1_024
@@ -55,12 +56,6 @@ MOST_WAITING = 200_000
 
 SHOWN_TOKENS = 4_096
 """Of a node's edge or of a prompt, for its text."""
-
-
-class WatchedCache(ExplainedCache, Protocol):
-    """A cache that a page shows."""
-
-    report: Any
 
 
 @dataclass
@@ -83,7 +78,7 @@ class PageView:
     scheduler: whose requests use the cache; a hook sets it (hooks/scheduling.py).
     """
 
-    def __init__(self, cache: WatchedCache, decision_log: DecisionLog, what_if: WhatIf) -> None:
+    def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog, what_if: WhatIf) -> None:
         self.scheduler: Scheduler | None = None
         self._cache = cache
         self._log = decision_log
@@ -99,7 +94,7 @@ class PageView:
         )
 
     def handlers(self) -> list[tuple[type, Callable[[Any], Any]]]:
-        """What the scheduler's dispatcher must know."""
+        """The handlers that the scheduler's dispatcher must know."""
         return [
             (WatchReq, self.watch),
             (NodeReq, self.node),
@@ -110,7 +105,7 @@ class PageView:
     # What has changed.
 
     def watch(self, asked: WatchReq) -> WatchReqOutput:
-        """What `asked.reader` does not know yet."""
+        """The changes that `asked.reader` does not know yet."""
         if self._cache.shadow_tree is None:
             return WatchReqOutput(
                 error="nothing is recorded under --hybrid-eviction sglang-lru or without a cache."
@@ -350,7 +345,7 @@ class PageView:
         )
 
     def try_others(self, asked: WhatIfReq) -> WhatIfReqOutput:
-        """How far the replay of recent requests is."""
+        """The progress of the replay of recent requests."""
         if asked.begin:
             self._what_if.begin()
         return self._what_if.answer()

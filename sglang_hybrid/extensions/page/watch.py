@@ -1,4 +1,4 @@
-"""What an HTTP process knows of its caches while somebody watches, and whom it tells.
+"""The watchers of an HTTP process, and what it knows of its caches while there are any.
 
 One task asks the schedulers for changes, keeps a copy of what they hold, and sends each change to
 all watchers. It ends with the last of them.
@@ -117,7 +117,7 @@ class Watch:
             self._watchers.discard(queue)
 
     def _whole(self) -> list[dict[str, Any]]:
-        """What a new watcher is told of what is known already."""
+        """The events that tell a new watcher what is known already."""
         messages: list[dict[str, Any]] = []
         for rank, copy in enumerate(self._copies):
             rows = list(copy.nodes.values())

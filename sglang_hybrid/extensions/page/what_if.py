@@ -1,5 +1,5 @@
-"""What recent requests would have hit under another policy or with another size of memory: a replay
-in a worker process of lowest priority.
+"""Replays recent requests under another policy or with another size of memory: a replay in a worker
+process of lowest priority.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WhatIf:
         self._thread.start()
 
     def answer(self) -> WhatIfReqOutput:
-        """How far it is, and what was found."""
+        """Its progress and its results."""
         return self._answer
 
     def _run(self, make: Callable[[], RequestWindow], policies: Sequence[Spec]) -> None:

@@ -43,7 +43,9 @@ _loading = threading.Lock()
 
 
 def _certificates() -> ssl.SSLContext:
-    """Those that httpx trusts, which take 50 ms: loaded once, however many threads want them."""
+    """The certificates that httpx trusts, which take 50 ms: loaded once, however many threads want
+    them.
+    """
     with _loading:
         return _load_certificates()
 

@@ -51,7 +51,7 @@ def keep_trying(
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says, in one line that any terminal can show."""
+    """The text of an error, in one line that any terminal can show."""
     said = str(error) or type(error).__name__
     if isinstance(error, httpx.ConnectError):
         cause: BaseException | None = error

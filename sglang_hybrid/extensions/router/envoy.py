@@ -120,8 +120,8 @@ def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, An
 
 
 def _overload() -> dict[str, Any]:
-    """What Envoy does before it takes more than half of the memory: it gives back what is free,
-    resets the largest requests (HTTP/2), and at last takes no new ones.
+    """The actions of Envoy before it takes more than half of the memory: it gives back what is
+    free, resets the largest requests (HTTP/2), and at last takes no new ones.
     """
     heap, clients = "envoy.resource_monitors.fixed_heap", "global_downstream_max_connections"
 

@@ -15,7 +15,7 @@ from sglang_hybrid.extensions.router.wire import Count, Malformed, decoded
 DESTINATION: Final = "x-gateway-destination-endpoint"
 METADATA: Final = "envoy.lb"  # where the protocol wants the destination once more
 SENT_ON: Final = ("authorization", "content-type", "x-api-key", "x-hybrid-", "x-request-id-hybrid-")
-"""How the headers begin in which a request names its key, its tenant or its actions."""
+"""The beginnings of headers in which a request names its key, its tenant or its actions."""
 
 CHUNK: Final = 62 << 10  # bytes of a body in a message; the protocol allows 64 KiB
 MOST_BODY: Final = 8 << 20
@@ -36,7 +36,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What the answers of /generate and of OpenAI's routes say of cached tokens."""
+    """The parts of answers of /generate and of OpenAI's routes about cached tokens."""
 
     meta_info: _CachedTokens | None = None
     usage: _Usage | None = None
@@ -67,7 +67,7 @@ class Exchange:
         self._reads_answer = False
 
     def is_known_with(self, message: Any) -> bool:
-        """Whether all is known that the gateway tells of the request, now that this message of it
+        """True if all is known that the gateway tells of the request, now that this message of it
         has come.
         """
         if message.HasField("request_headers"):
@@ -110,12 +110,12 @@ class Exchange:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether parts of the body are kept here until the others come."""
+        """True if parts of the body are kept here until the others come."""
         return bool(self._mode == _DUPLEX and not self.is_sent)
 
     @property
     def waits_for_replies(self) -> bool:
-        """Whether each message of the request wants its reply before the next one comes."""
+        """True if each message of the request wants its reply before the next one comes."""
         return bool(self._mode != _DUPLEX)
 
     def sent_on(self) -> list[tuple[bytes, bytes]]:
@@ -190,7 +190,7 @@ class Exchange:
         return ProcessingResponse(response_body={}), True
 
     def cached_tokens(self) -> int | None:
-        """How many tokens of the prompt were hit, as far as the answer says it."""
+        """The number of tokens of the prompt that were hit, as far as the answer says it."""
         try:
             answer = decoded(_answers, bytes(self._answer), "answer")
         except Malformed:

@@ -88,17 +88,17 @@ class Follower:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether the latest answer by HTTP came, not too long ago, and was as it should be."""
+        """True if the latest answer by HTTP came, not too long ago, and was as it should be."""
         return self._reachable and time.monotonic() < self._answered + self._silence
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the index has what the server holds."""
+        """True if the index has what the server holds."""
         return self._in_step and self.is_reachable
 
     @property
     def has_known_rate(self) -> bool:
-        """Whether it is known how fast the server computes prefills."""
+        """True if it is known how fast the server computes prefills."""
         return self.is_in_step and self.load.prefill_tokens_per_second is not None
 
     @property
@@ -107,7 +107,7 @@ class Follower:
 
     @property
     def seq(self) -> int:
-        """How many batches, of those that the server has published, the index knows."""
+        """The number of batches, of those that the server has published, that the index knows."""
         return self._reader.next
 
     def resync(self) -> None:

@@ -1,4 +1,4 @@
-"""Which replica can resume a prompt, and where: one index of the prefixes that all of them hold."""
+"""Finds the replicas that can resume a prompt: one index of the prefixes that all of them hold."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sglang_hybrid.extensions.router.tree import ReplicaNode, Root
 
 MOST_TOKENS: Final = 1 << 28
 MOST_NODES: Final = 1 << 22
-"""What a replica may hold here, so that none takes all of the router's memory: with 4 bytes of each
-token and about 400 of each node, 3 GB at most.
+"""The most that a replica may hold here, so that none takes all of the router's memory: with 4
+bytes of each token and about 400 of each node, 3 GB at most.
 """
 
 
@@ -26,7 +26,9 @@ class LostMessages(Exception):
 
 
 class Holdings(NamedTuple):
-    """How much a replica holds. positions: where it has a state, by the tier of the state."""
+    """The content of a replica in numbers. positions: where it has a state, by the tier of the
+    state.
+    """
 
     nodes: int
     tokens: int
@@ -34,7 +36,7 @@ class Holdings(NamedTuple):
 
 
 class _Replica:
-    """What is kept for one replica.
+    """The records of one replica.
 
     number: its place among the bits of a node. ends: for the last hash of each event, the node that
     ends with this block. nodes: all nodes of which it holds something, each with its hash in
@@ -168,7 +170,7 @@ class ReplicaIndex:
             return answers(self._numbered, deepest)
 
     def holdings(self, replica: str) -> Holdings:
-        """How much a replica holds; nothing if it is unknown."""
+        """The content of a replica in numbers; zeros if it is unknown."""
         with self._lock:
             one = self._replicas.get(replica)
             tokens, positions = 0, [0, 0, 0]

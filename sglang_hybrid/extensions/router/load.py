@@ -1,4 +1,4 @@
-"""How long a replica takes to the first token of a prompt, and how often it was predicted right."""
+"""The time of a replica to the first token of a prompt, and the quality of predictions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Sent(NamedTuple):
 
 
 class ReplicaLoad:
-    """What is to be prefilled by one replica before a prompt that is sent now.
+    """The prefills of one replica before a prompt that is sent now.
 
     waiting: requests that the server says wait there, whoever sent them. prefill_tokens_per_second:
     None while it is unknown. room: tokens that can be computed and kept there without an eviction,
@@ -79,8 +79,8 @@ class ReplicaLoad:
         self._unanswered.pop(number, None)
 
     def on_its_way(self, tenant: str, prompt: bytes) -> int:
-        """How many tokens `prompt` has in common with one of its tenant that is being prefilled
-        there: a state will be there when it has waited for that.
+        """The number of tokens that `prompt` has in common with one of its tenant that is being
+        prefilled there: a state will be there when it has waited for that.
         """
         sent = [each.prompt for each in self._unanswered.values() if each.tenant == tenant]
         return max((common_bytes(each, prompt, 0) for each in sent), default=0) // TOKEN_BYTES
@@ -105,7 +105,7 @@ class ReplicaLoad:
         return self.prefill_seconds(own + others + left)
 
     def displaces(self, left: float) -> bool:
-        """Whether a prefill of `left` tokens takes the place of what is cached there, as far as is
+        """True if a prefill of `left` tokens takes the place of what is cached there, as far as is
         known.
         """
         return self.room is None or self._left() + left > self.room

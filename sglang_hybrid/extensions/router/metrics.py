@@ -1,4 +1,4 @@
-"""What a router did with requests, and what it knows of its servers, for Prometheus."""
+"""Metrics of a router for Prometheus: its requests, and what it knows of its servers."""
 
 from __future__ import annotations
 

@@ -157,8 +157,8 @@ class Picker(ExternalProcessorServicer):
         return choice
 
     async def _prompt(self, exchange: _Exchange, body: bytes) -> Prompt:
-        """What a server says that the request's prompt is; without tokens where none does, as of
-        routes without prompts and of requests that will be refused.
+        """The tokens that a server gives for the request's prompt; without tokens where none does,
+        as of routes without prompts and of requests that will be refused.
         """
         latest = time.monotonic() + 1.5 * SECONDS
         for url in self._asked():

@@ -36,7 +36,7 @@ MOST_SERVERS: Final = 64
 
 
 def table(replicas: Replicas) -> Table:
-    """What each replica holds; for a server that is not followed, why."""
+    """The content of each replica; for a server that is not followed, the reason."""
     columns = ["replica", "in step", "nodes", "tokens", "on device", "on host", "on disk"]
     found = Table(*columns, "waiting", "predicted right")
     for name, follower in sorted(replicas.followers.items()):

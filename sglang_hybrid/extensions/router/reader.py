@@ -12,8 +12,8 @@ from sglang_hybrid.extensions.router.wire import (
 
 
 class OutOfStep(Exception):
-    """What was read of a replica has a gap, or is of an earlier start; its snapshot must be read
-    anew.
+    """Raised where what was read of a replica has a gap, or is of an earlier start; its snapshot
+    must be read anew.
     """
 
 
@@ -54,7 +54,7 @@ class ReplicaReader:
         self.apply_page(page)
 
     def is_ready_for(self, page: Page) -> bool:
-        """Whether all batches that were published before a later page have been applied. Raises
+        """True if all batches that were published before a later page have been applied. Raises
         OutOfStep if the page does not belong to this snapshot.
         """
         if page.epoch != self.epoch:

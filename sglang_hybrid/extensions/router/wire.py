@@ -1,4 +1,4 @@
-"""What a server sends: batches of events (ZMQ, msgpack) and pages of a snapshot (HTTP, JSON).
+"""Messages of a server: batches of events (ZMQ, msgpack) and pages of a snapshot (HTTP, JSON).
 
 Everything that a server says is decoded here, once, into types with bounds; what does not fit is
 `Malformed`. Unknown keys and unknown types of events are ignored, so that newer servers can be
@@ -126,7 +126,9 @@ class KvEvents(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """What matters here of GET /server_info; kv_events is None if the server publishes nothing."""
+    """The part of GET /server_info that matters here; kv_events is None if the server publishes
+    nothing.
+    """
 
     kv_events: KvEvents | None = None
 

@@ -96,23 +96,19 @@ class Arrivals:
 
 
 def are_gathered(manager: Any, prompt: Any) -> bool:
-    """Whether a tokenized prompt is sent together with others: on a server whose cache decides
+    """True if a tokenized prompt is sent together with others: on a server whose cache decides
     itself which states it keeps. SGLang sends images and what belongs to them one by one.
 
     manager: SGLang's TokenizerManager.
     """
-    decides = manager.server_args.radix_cache_backend == BACKEND and _is_judicious()
+    decides = manager.server_args.radix_cache_backend == BACKEND
+    decides = decides and HybridConfig.from_environment().is_judicious
     return decides and type(prompt) is TokenizedGenerateReqInput and prompt.mm_inputs is None
 
 
 @lru_cache(maxsize=1)
-def _is_judicious() -> bool:
-    return HybridConfig.from_environment().is_judicious
-
-
-@lru_cache(maxsize=1)
 def arrivals_of(manager: Any, send: Callable[[Any, Any], Awaitable[None]]) -> Arrivals:
-    """Those of a tokenizer manager. send: SGLang's function that sends one prompt."""
+    """The arrivals of a tokenizer manager. send: SGLang's function that sends one prompt."""
 
     def is_busy() -> bool:
         return any(state.dispatched for state in manager.rid_to_state.values())

@@ -28,7 +28,7 @@ _OTHERS = bytes(set(range(256)) - set(b'"[]{}'))
 
 @dataclass(frozen=True)
 class JsonShape:
-    """How JSON is built. containers: its arrays and objects. depth: the most that are nested."""
+    """The shape of JSON. containers: its arrays and objects. depth: the most that are nested."""
 
     containers: int
     depth: int
@@ -47,7 +47,7 @@ class JsonShape:
 
 
 def may_be_deep(body: bytes) -> bool:
-    """Whether `json_shape` has to look at `body`; this takes a small part of its time."""
+    """True if `json_shape` has to look at `body`; this takes a small part of its time."""
     return body.count(b"[") + body.count(b"{") > MOST_DEPTH
 
 
@@ -67,7 +67,7 @@ def json_shape(body: bytes) -> JsonShape:
 
 @dataclass(frozen=True)
 class BodyKind:
-    """What a route calls its bodies in an error, and an example of a whole one, as JSON."""
+    """The name of a route's bodies in an error, and an example of a whole one, as JSON."""
 
     name: str
     example: str

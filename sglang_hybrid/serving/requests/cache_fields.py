@@ -51,7 +51,7 @@ NOTHING: Final = CacheFields()
 
 @dataclass
 class ServerPart:
-    """What the server says of a request that it has not tokenized yet.
+    """The fields that the server gives a request that it has not tokenized yet.
 
     place: returns the hints that depend on the prompt's tokens, given those. fields: the finished
     fields, once `checks.check` has made them.

@@ -1,4 +1,6 @@
-"""What SGLang's tokenizer manager calls for every request, from HTTP or an engine (patch 0015)."""
+"""Checks that SGLang's tokenizer manager calls for every request, from HTTP or an engine (patch
+0015).
+"""
 
 from __future__ import annotations
 
@@ -359,7 +361,7 @@ def _session(params: object) -> None:
 
 
 def _media(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Request | None) -> None:
-    """What processors of images would end with an error of the server's."""
+    """Refuse what would end in processors of images with an error of the server's."""
     for at, one in enumerate(_listed(getattr(request, "mm_hashes", None))):
         if not isinstance(one, str) or not _HASH.fullmatch(one):
             raise ValueError(f"mm_hashes[{at}] is {shown(one)}; it must be 1 to 16 hex digits.")

@@ -58,7 +58,7 @@ hook_custom_types(ControlFailed)
 
 
 def dispatch(scheduler: Scheduler, request: Any) -> Any:
-    """What the scheduler's handler of `request` returns; a `ControlFailed` if it cannot. Raises
+    """The result of the scheduler's handler of `request`; a `ControlFailed` if it fails. Raises
     what ends the scheduler.
 
     Prompts are handled one by one: one that fails ends with an error.

@@ -85,7 +85,7 @@ def encode_text(
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[Any], **kwargs: Any) -> Mapping[str, Any]:
-    """What `tokenizer(texts, **kwargs)` returns; for one text alone, its `input_ids`."""
+    """The result of `tokenizer(texts, **kwargs)`; for one text alone, its `input_ids`."""
     if len(texts) != 1 or not isinstance(texts[0], str) or kwargs:
         found: Mapping[str, Any] = tokenizer(texts, **kwargs)
         return found
@@ -327,7 +327,7 @@ def cut_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _stands_alone(content: str, alike: str, ends: set[str]) -> bool:
-    """Whether an added token is found wherever its text is: no other one overlaps with it.
+    """True if an added token is found wherever its text is: no other one overlaps with it.
 
     alike: all added tokens that are looked for together; ends: what they end with.
     """

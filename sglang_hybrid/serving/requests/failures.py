@@ -1,4 +1,4 @@
-"""What becomes of a request whose handler raises: an answer, or the end of the scheduler.
+"""Handles a request whose handler raises: an answer, or the end of the scheduler.
 
 | the handler raises | a prompt | what only reads | what takes weights or settings | any other |
 |---|---|---|---|---|
@@ -68,7 +68,7 @@ ONLY_READ = (
     ListExternalCorporaReqInput,
     ProfileReq,
 )
-"""What these leave undone changes no answer; those with the attribute `only_reads`, too."""
+"""Requests whose unfinished work changes no answer; those with the attribute `only_reads`, too."""
 
 TAKES_WHAT_CLIENTS_SEND = (
     ConfigureLoggingReq,
@@ -105,7 +105,7 @@ class RanksDiffer(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What the client is told."""
+    """The message that the client is told."""
 
     status: HTTPStatus
     message: str
@@ -113,12 +113,12 @@ class Failure:
 
 
 def is_answered(request: Any) -> bool:
-    """Whether somebody waits for what becomes of `request`."""
+    """True if somebody waits for what becomes of `request`."""
     return isinstance(request, BaseReq) and not isinstance(request, AbortReq)
 
 
 def failure(request: Any, error: Exception) -> Failure:
-    """What the client of `request` is told of `error`, or `error` itself is raised."""
+    """The answer to the client of `request` about `error`, or `error` itself is raised."""
     if isinstance(error, Refused):
         return Failure(HTTPStatus(error.status_code), str(error), error)
     takes = isinstance(request, TAKES_WHAT_CLIENTS_SEND)
@@ -135,7 +135,7 @@ def failure(request: Any, error: Exception) -> Failure:
 
 
 def _in_a_cache(error: Exception) -> bool:
-    """Whether `error` was raised there, as when a cache is emptied because weights have changed."""
+    """True if `error` was raised there, as when a cache is emptied because weights have changed."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next

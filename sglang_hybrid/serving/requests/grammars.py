@@ -7,7 +7,7 @@ from typing import Any, Final
 
 MOST: Final = 1_024
 MOST_BYTES: Final = 512 << 20
-"""What is kept for later requests: grammars, and bytes of them."""
+"""Bounds on what is kept for later requests: grammars, and bytes of them."""
 
 
 class Grammars(MutableMapping[Any, Any]):

@@ -122,7 +122,7 @@ def refuse_used_ids(known: Container[str], rid: str | list[str]) -> None:
 
 
 def has_too_many(sessions: Iterable[str], session_id: str) -> bool:
-    """Whether the payer that a session would belong to has as many as it may; an engine's user may
+    """True if the payer that a session would belong to has as many as it may; an engine's user may
     have any number.
     """
     own = _OWNER.search(session_id)

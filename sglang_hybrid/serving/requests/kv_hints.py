@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -32,6 +32,9 @@ from sglang_hybrid.core.returns.hints import (
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.headers import value
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.kv_hints import KvHintsEnvelope
+
 PREFIX = "hybrid."
 KNOWN = (CHECKPOINT, PIN, IMPORT, PREWARM, SESSION, EXACT)
 VERSION = "1"
@@ -49,13 +52,7 @@ HINTS_HEADER = "Kv-Hints"
 """The `actions` of `kv_hints`, a list as JSON, where a body has no place for them or loses them."""
 
 
-class Envelope(Protocol):
-    """SGLang's KvHintsEnvelope."""
-
-    actions: Sequence[Any]
-
-
-def read(envelope: Envelope | None, prompt_len: float = math.inf) -> PromptHints:
+def read(envelope: KvHintsEnvelope | None, prompt_len: float = math.inf) -> PromptHints:
     """All that our actions say; the last one about a position, or about the session, counts.
 
     Args:

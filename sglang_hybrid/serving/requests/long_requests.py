@@ -50,7 +50,7 @@ MEDIA = 256 << 20
 """Bytes more for a model that reads images, sound or video."""
 
 FREE = 3.0
-"""How much longer than a step that takes long the event loop then does something else."""
+"""The time for other work of the event loop after a long step, in durations of that step."""
 
 PAUSE = 1.0
 """Seconds before a body is refused, in which its client can send neither the rest nor another."""

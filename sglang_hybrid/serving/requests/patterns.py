@@ -53,7 +53,7 @@ def check_pattern(field: str, pattern: str) -> None:
 
 
 def is_found(pattern: str, text: str) -> bool:
-    """Whether `pattern`, which was checked, is anywhere in `text`."""
+    """True if `pattern`, which was checked, is anywhere in `text`."""
     return _compiled(pattern).search(text.encode(errors="replace").decode()) is not None
 
 

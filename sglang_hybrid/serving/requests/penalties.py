@@ -81,4 +81,5 @@ _COUNT: dict[str, Callable[[Any, int, torch.Tensor], None]] = {
     "BatchedRepetitionPenalizer": _count_repetition,
     "BatchedMinNewTokensPenalizer": _count_length,
 }
-"""How SGLang's penalizers count tokens of one row. Their own method counts one for every row."""
+"""Counts of tokens of one row, for SGLang's penalizers. Their own method counts one for every row.
+"""

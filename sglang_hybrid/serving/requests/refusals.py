@@ -1,4 +1,4 @@
-"""What a scheduler refuses to do, because it cannot or because requests run."""
+"""Refusals of a scheduler: requests that it cannot serve, or not while others run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STAGES = ("prefill", "decode")
 
 
 def is_released(scheduler: Scheduler) -> bool:
-    """Whether weights or KV are not in memory at the moment."""
+    """True if weights or KV are not in memory at the moment."""
     updater = scheduler.weight_updater
     return bool(updater.memory_saver_adapter.enabled and updater.offload_tags)
 

@@ -13,11 +13,12 @@ from torch.distributed.rendezvous import rendezvous
 from sglang_hybrid.serving.requests.errors import Refused
 
 MASTER_SECONDS = 60.0
-"""How long a master may take until it listens; requests go on meanwhile."""
+"""Seconds until a master must listen; requests go on meanwhile."""
 
 MEMBERS = timedelta(seconds=60)
-"""How long a scheduler waits for the members of a group, and does nothing else. Torch's own is
-half an hour."""
+"""The time that a scheduler waits for the members of a group, and does nothing else. Torch's own is
+half an hour.
+"""
 
 STEP = 0.5
 PORTS = range(1, 1 << 16)

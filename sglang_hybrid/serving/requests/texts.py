@@ -99,7 +99,7 @@ def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
 
 
 def _keeps_all(parts: dict[str, Any]) -> bool:
-    """Whether each byte of a text becomes a part of some token: byte-level BPE."""
+    """True if each byte of a text becomes a part of some token: byte-level BPE."""
     if parts["model"]["type"] != "BPE" or parts["truncation"] is not None:
         return False
     if any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]):

@@ -1,1 +1,1 @@
-"""What the cache did, for Prometheus, /server_info and each response."""
+"""Telemetry of the cache, for Prometheus, /server_info and each response."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from sglang_hybrid.core.memory.account import Account
 from sglang_hybrid.core.records.pins import PIN_EVENTS
@@ -16,12 +16,10 @@ from sglang_hybrid.serving.telemetry.stats import Missed
 from sglang_hybrid.serving.telemetry.tiers import tier_metrics
 
 if TYPE_CHECKING:
+    from sglang_hybrid.cache.report import CacheReport
     from sglang_hybrid.core.memory.account import MemoryAccount
     from sglang_hybrid.core.records.pins import Pins
     from sglang_hybrid.core.returns.answer_models import AnswerModels
-    from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
-    from sglang_hybrid.serving.telemetry.stats import CacheStats
-    from sglang_hybrid.serving.telemetry.tiers import TierStats
 
 PREFIX = "sglang_hybrid:"
 
@@ -53,36 +51,6 @@ EXPECTED = ("nothing", "unlikely", "possible", "likely")
 """Names of the buckets of `Answer.bucket`."""
 
 
-class HasStats(Protocol):
-    """What is watched: a cache with its counts and the names of what decides."""
-
-    stats: CacheStats
-
-    @property
-    def policy_name(self) -> str: ...
-
-    @property
-    def alpha(self) -> float | None: ...
-
-    @property
-    def tuner_counts(self) -> Mapping[str, float]: ...
-
-    @property
-    def answers(self) -> AnswerModels | None: ...
-
-    account: MemoryAccount | None  # of one memory
-    tier_stats: TierStats | None  # None where there are no tiers
-
-    @property
-    def pins(self) -> Pins | None: ...
-
-    @property
-    def recorded(self) -> Mapping[str, float] | None: ...  # requests, by what became of them
-
-    @property
-    def schedule_stats(self) -> ScheduleStats | None: ...
-
-
 def rank_labels() -> dict[str, str]:
     """The labels of SGLang's own metrics of a scheduler, in the process of one: the model's name
     and the ranks (observability/metrics_collector.py, SchedulerMetricsCollector.init_new), and
@@ -102,7 +70,7 @@ def rank_labels() -> dict[str, str]:
     return {name: str(value) for name, value in labels.items()}
 
 
-def cache_metrics(cache: HasStats, labels: Mapping[str, str] = MappingProxyType({})) -> Metrics:
+def cache_metrics(cache: CacheReport, labels: Mapping[str, str] = MappingProxyType({})) -> Metrics:
     """All metrics of one cache, with these labels; `update` brings them up to its counts."""
     metrics = [*_totals(cache), *_policy(cache)]
     if cache.answers is not None:
@@ -120,7 +88,7 @@ def cache_metrics(cache: HasStats, labels: Mapping[str, str] = MappingProxyType(
     return Metrics(metrics, labels)
 
 
-def _totals(cache: HasStats) -> Iterator[Metric]:
+def _totals(cache: CacheReport) -> Iterator[Metric]:
     stats = cache.stats
     for name, about in TOTALS.items():
         yield Metric(PREFIX + name, about, partial(getattr, stats, name))
@@ -157,7 +125,7 @@ def _totals(cache: HasStats) -> Iterator[Metric]:
             yield Metric(f"{PREFIX}tuner_{name}", about, read)
 
 
-def _policy(cache: HasStats) -> Iterator[Metric]:
+def _policy(cache: CacheReport) -> Iterator[Metric]:
     """The policy in force, and its alpha; that of a policy without one is not a number."""
     in_force: dict[str, float] = {}
     alphas: list[float] = []
@@ -178,9 +146,9 @@ def _policy(cache: HasStats) -> Iterator[Metric]:
 
 
 def answer_metrics(models: AnswerModels) -> Iterator[Metric]:
-    """What was expected of answers, against what happened: gauges, since an answer that was given
-    up may be returned to after all. And how many tenants' models there are, and what was forgotten
-    of them where memory was short.
+    """Expectations of answers, against what happened: gauges, since an answer that was given up may
+    be returned to after all. And how many tenants' models there are, and what was forgotten of them
+    where memory was short.
     """
     seen = models.calibration
 
@@ -216,7 +184,7 @@ def answer_metrics(models: AnswerModels) -> Iterator[Metric]:
 
 
 def pin_metrics(pins: Pins) -> Iterator[Metric]:
-    """What clients pinned, and what became of it."""
+    """Metrics of the pins of clients."""
     about = "Positions that are pinned."
     yield Metric(PREFIX + "pins", about, lambda: len(pins), is_gauge=True)
     about = "Bytes of the states and the KV that are pinned."
@@ -230,7 +198,7 @@ def pin_metrics(pins: Pins) -> Iterator[Metric]:
     )
 
 
-def _recorded(cache: HasStats) -> Metric:
+def _recorded(cache: CacheReport) -> Metric:
     return Metric(
         PREFIX + "recorded_requests",
         "Requests that ended, by whether the file of --hybrid-record has them (written) or not "

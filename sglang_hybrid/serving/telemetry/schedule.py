@@ -19,7 +19,7 @@ PREFIX = "sglang_hybrid:schedule_"
 
 @dataclass
 class ScheduleStats:
-    """What became of requests that waited at the front of the queue, all tenants together.
+    """Counts of requests that waited at the front of the queue, all tenants together.
 
     started: by what they could reuse. overtaken: how often requests were overtaken, added up.
     most_overtaken, longest_wait: of one request; seconds. waited: seconds, added up. bound_reached:
@@ -82,7 +82,7 @@ LOADS = {
 
 
 def schedule_metrics(stats: ScheduleStats) -> Iterator[Metric]:
-    """What became of waiting requests."""
+    """Metrics of waiting requests."""
     yield Metric(
         PREFIX + "started",
         "Requests taken from the front of the queue, by what they could reuse.",

@@ -1,4 +1,4 @@
-"""What the cache did for a request, as attributes of its OpenTelemetry span (`--enable-trace`)."""
+"""The report of a request, as attributes of its OpenTelemetry span (`--enable-trace`)."""
 
 from __future__ import annotations
 

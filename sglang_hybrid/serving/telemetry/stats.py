@@ -12,7 +12,7 @@ from sglang_hybrid.core.records.nodes import Kind
 
 
 class Evicted(Enum):
-    """What an eviction took."""
+    """The part of a node that an eviction took."""
 
     LEAF = "leaf"  # KV and state of a leaf
     STATE = "state"  # a state whose KV lives on under the node's children
@@ -53,7 +53,7 @@ class ChangingText:
 
 @dataclass(frozen=True)
 class Found:
-    """What a request resumes from, by tier.
+    """The tokens that a request resumes from, by tier.
 
     device_tokens, host_tokens: of the hit, whose KV was there. state: the tier of its state, None
     for no hit. stored_tokens: how far a request could resume at all, over all tiers. load_seconds,
@@ -86,7 +86,7 @@ class Found:
 
 @dataclass
 class RequestReport:
-    """What one request found and left; `meta_info.hybrid_cache` of its response.
+    """The report of one request; `meta_info.hybrid_cache` of its response.
 
     hit_tokens: prompt tokens whose prefill was skipped. kv_only_tokens: further prompt tokens whose
     KV is stored, but without a state to resume from. checkpoints: (position, kind) of each state

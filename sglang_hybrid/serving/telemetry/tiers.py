@@ -81,7 +81,7 @@ TOTALS = {
 
 
 def tier_metrics(stats: TierStats) -> Iterator[Metric]:
-    """What went between the device and the host."""
+    """Metrics of transfers between the device and the host."""
     for name, about in TOTALS.items():
         yield Metric(PREFIX + name, about, partial(getattr, stats, name))
     about = "Prompt tokens that were not prefilled."

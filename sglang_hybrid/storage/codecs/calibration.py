@@ -1,4 +1,4 @@
-"""Which codec each layer's copies get, if logprobs may move by so much (codec `auto:LOGPROB`).
+"""Chooses the codec of each layer's copies, if logprobs may move by so much (codec `auto:LOGPROB`).
 
 Layer by layer: the smallest codec whose error, alone, is within the bound. Errors of several layers
 add up to some extent, so the whole plan is measured once more, for the log.

@@ -23,7 +23,7 @@ _SCALE_BYTES = 4
 
 
 class Codec(Enum):
-    """How rows are stored; from the largest to the smallest."""
+    """The form in which rows are stored; from the largest to the smallest."""
 
     EXACT = "exact"
     BF16 = "bf16"

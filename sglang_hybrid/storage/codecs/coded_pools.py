@@ -31,8 +31,8 @@ class CodecRefused(ValueError):
 
 
 def kv_tensors(buffer_info: Any, asked: str = "") -> list[list[Tensor]]:
-    """What holds a token's KV in each attention layer: tensors [slots, ..., width], whose last axis
-    is a row. They are keys and values of all heads; for latent attention (MLA) the latent, and the
+    """The tensors of a token's KV in each attention layer: [slots, ..., width], whose last axis is
+    a row. They are keys and values of all heads; for latent attention (MLA) the latent, and the
     part of the key beside it, which are views of one tensor.
 
     buffer_info: SGLang's `MHABufferInfo` or `MLABufferInfo` of the device's pool. asked: the flag
@@ -66,7 +66,8 @@ def coded_state_pool(sglangs: type) -> type:
 
 
 class _Coded:
-    """What both pools share: `kv_buffer` is uint8 [slots, bytes], and `rows` says where what is.
+    """The common part of both pools: `kv_buffer` is uint8 [slots, bytes], and `rows` says where
+    what is.
 
     tensors: of the device's pool, [slots, ...] in each layer. _device: where they are.
     """
@@ -194,8 +195,8 @@ class CodedKVPool(_Coded, HostKVCache):  # type: ignore[misc]
         dcp_size: int = 1,
         **more: Any,
     ) -> None:
-        """What SGLang gives its classes for either kind of KV; host_size is in GB, and 0 lets the
-        ratio decide. Raises `CodecRefused` for KV that cannot have smaller copies.
+        """SGLang's arguments of its classes for either kind of KV; host_size is in GB, and 0 lets
+        the ratio decide. Raises `CodecRefused` for KV that cannot have smaller copies.
         """
         if draft_buffer_infos:
             raise CodecRefused(f"--hybrid-tier-codec {chosen()} knows no KV of draft models.")

@@ -29,7 +29,7 @@ class CodecPlan:
 
     @property
     def exact(self) -> bool:
-        """Whether every copy is what was on the device."""
+        """True if every copy is what was on the device."""
         return {*self.kv, *self.states} == {Codec.EXACT}
 
     def __str__(self) -> str:
@@ -136,5 +136,5 @@ def on_device() -> CodecPlan:
 
 
 def keeps_exact() -> bool:
-    """Whether all that this process keeps, anywhere, is what was computed."""
+    """True if all that this process keeps, anywhere, is what was computed."""
     return _chosen.exact and _on_device.exact

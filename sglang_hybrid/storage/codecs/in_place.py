@@ -106,7 +106,7 @@ class _Group:
             yield slice(first, first + most)
 
     def _read(self, slots: Tensor) -> Tensor:
-        """What is in `slots` [n]: [layers of all, n, ...]."""
+        """The content of `slots` [n]: [layers of all, n, ...]."""
         return torch.cat([tensor[:, slots] for tensor in self._tensors])
 
     def _write(self, slots: Tensor, content: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How far a model's log probabilities move when its copies are smaller: measured at the start, on
+"""Measures how far a model's log probabilities move when its copies are smaller: at the start, on
 the served model, before there is a cache.
 
 A few prompts are computed, what they left in the pools is encoded and decoded, and the next tokens
@@ -105,7 +105,7 @@ class Probe:
 
 
 def _kv_buffers(runner: Any) -> list[list[Tensor]]:
-    """What holds a token's KV in each attention layer (`kv_tensors`)."""
+    """The tensors of a token's KV in each attention layer (`kv_tensors`)."""
     pool = runner.token_to_kv_pool_allocator.get_kvcache()
     pool = getattr(pool, "full_kv_pool", pool)
     if not getattr(pool, "layer_num", 0):
@@ -150,7 +150,7 @@ def _request(ids: list[int]) -> Any:
 
 
 class _NoCache(SimpleNamespace):
-    """What a batch asks of a cache while it is prepared."""
+    """A stand-in for the cache that a batch asks while it is prepared."""
 
     def supports_swa(self) -> bool:
         return False

@@ -8,7 +8,6 @@ import random
 import pytest
 
 from sglang_hybrid.extensions.schemas.declared.budget import (
-    all_prefixes,
     best_prefixes,
     cost,
     saved,
@@ -105,19 +104,3 @@ def test_a_node_is_reached_by_its_imports() -> None:
         Import("a", {}, (Import("b"),)),
         Import("c"),
     )
-
-
-@pytest.mark.parametrize("states", [8, 32, 128])
-def test_the_best_choice_beats_level_by_level_on_skewed_imports(states: int) -> None:
-    schema = read_schema(schemas.pupil())
-    counts = {
-        (name,): 1_000 // (2**rank)
-        for values in schemas.PUPIL.values()
-        for rank, name in enumerate(values, 1)
-    }
-    root = prefix_tree(schema, len, counts, requests=1_000)
-    budget = states * 1_000
-    best = best_prefixes(root, budget, 1_000, 1)
-    plain = all_prefixes(root, budget, 1_000, 1)
-    assert best.cost <= budget and plain.cost <= budget
-    assert best.saved > plain.saved

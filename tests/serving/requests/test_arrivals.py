@@ -139,9 +139,7 @@ def test_only_where_the_cache_decides(
     gathered: bool,
 ) -> None:
     monkeypatch.setenv("SGLANG_HYBRID_ADMISSION", admission)
-    arrivals._is_judicious.cache_clear()
     manager = SimpleNamespace(server_args=SimpleNamespace(radix_cache_backend=backend))
     prompt = tokenized(mm_inputs=images)
     assert are_gathered(manager, prompt) is gathered
     assert not are_gathered(manager, [prompt])
-    arrivals._is_judicious.cache_clear()

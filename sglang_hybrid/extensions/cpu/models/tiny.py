@@ -139,7 +139,7 @@ def _sibling(directory: Path) -> Iterator[Path]:
 
 
 def _same_files(expected: Path, found: Path) -> bool:
-    """Whether ``found`` holds all files of ``expected``, byte for byte."""
+    """True if ``found`` holds all files of ``expected``, byte for byte."""
     names = [path.name for path in expected.iterdir()]
     return found.is_dir() and filecmp.cmpfiles(expected, found, names, shallow=False)[0] == names
 

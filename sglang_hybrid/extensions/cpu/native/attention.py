@@ -67,7 +67,7 @@ class Sequences:
 
 
 def can_compute(q: Tensor, keys: Tensor, values: Tensor, most: int) -> bool:
-    """Whether the kernel computes this; ``most`` new tokens of a sequence."""
+    """True if the kernel computes this; ``most`` new tokens of a sequence."""
     group = q.shape[1] // keys.shape[1]
     if keys.dtype not in (torch.float32, torch.bfloat16) or values.dtype != keys.dtype:
         return False

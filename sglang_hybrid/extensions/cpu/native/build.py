@@ -92,7 +92,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether it is there and as it was compiled, and not cut off by a crash or a full disk: parts
+    """True if it is there and as it was compiled, and not cut off by a crash or a full disk: parts
     that are missing would end the process when they are called. Raises `NotBuilt` if another user
     could have written it.
     """
@@ -114,7 +114,7 @@ def key(openmp: Path) -> str:
 
 
 def cpu() -> str:
-    """What tells this CPU's instructions: its model and its flags."""
+    """A text that tells this CPU's instructions: its model and its flags."""
     wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     seen: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -51,7 +51,7 @@ ARGUMENTS = {
 """Of the functions in ``kernels/native``."""
 
 RESULTS = {"hybrid_model": address}
-"""What those return that return anything."""
+"""The types of results of functions that return any."""
 
 
 @cache

@@ -39,7 +39,7 @@ class Activation(IntEnum):
 
 @dataclass(frozen=True)
 class LayerWiring:
-    """How a layer is connected to the residual stream: its input is ``norm(residual) * in_scale``,
+    """The connection of a layer to the residual stream: its input is ``norm(residual) * in_scale``,
     and its result times ``out_scale`` is added to the residual. A layer ``beside`` the one before
     has the same input as that one.
     """
@@ -184,7 +184,7 @@ class NativeModel:
         )
 
     def is_current(self) -> bool:
-        """Whether all tensors still lie where the kernels read them."""
+        """True if all tensors still lie where the kernels read them."""
         return [owner[name].data_ptr() for owner, name in self._places] == self._addresses
 
     def step(

@@ -148,7 +148,7 @@ def _serves(mixer: Any, windows: Tensor, states: Tensor, scale: Tensor | None) -
 
 
 def is_whole(layer: Any, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a layer's product is that of its own weight of this type and nothing else."""
+    """True if a layer's product is that of its own weight of this type and nothing else."""
     method = type(getattr(layer, "quant_method", None)).__name__
     return (
         method == "UnquantizedLinearMethod"

@@ -38,7 +38,7 @@ def _take(pool: GranulePool, count: int) -> Ids | None:
 
 
 class OneMemoryKV(SharedMemory, BaseTokenToKVPoolAllocator):
-    """What both allocators of KV share.
+    """The common part of both allocators of KV.
 
     pool: ids of pages. states: the pool of the other kind.
     """
@@ -91,7 +91,7 @@ class OneMemoryKV(SharedMemory, BaseTokenToKVPoolAllocator):
         return torch.from_numpy(self.pool.free_ids())
 
     def verify_byte_accounting(self) -> list[str]:
-        """What is wrong with the account; nothing, if all is well (base.py)."""
+        """Errors in the account; none, if all is well (base.py)."""
         try:
             self.account.check()
             self.pool.check()

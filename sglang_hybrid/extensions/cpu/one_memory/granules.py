@@ -67,7 +67,7 @@ class GranulePool:
 
     @property
     def ids(self) -> int:
-        """How many ids there are."""
+        """The number of ids."""
         return self.granules * self.per_granule
 
     @property
@@ -206,7 +206,7 @@ class GranulePool:
 
 
 def _repeats(ascending: Ids) -> NDArray[np.bool_]:
-    """Which numbers, the first excepted, equal the one before."""
+    """A mask of the numbers, the first excepted, that equal the one before."""
     found: NDArray[np.bool_] = ascending[1:] == ascending[:-1]
     return found
 

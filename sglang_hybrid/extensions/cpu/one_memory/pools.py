@@ -41,7 +41,7 @@ LEAST_SHARE = 16
 
 
 def why_two_pools(configurator: KVCacheConfigurator) -> str | None:
-    """What keeps KV and states of this model runner from sharing a memory; None if nothing does.
+    """The reason why KV and states of this model runner cannot share a memory; None if they can.
     `server_args` has what was given, and not what SGLang resolved.
     """
     from sglang.srt.runtime_context import get_exec

@@ -1,4 +1,4 @@
-"""Which SGLang names the CPU platform replaces, and with what.
+"""The names of SGLang that the CPU platform replaces, and their replacements.
 
 Only names that SGLang reaches on an out-of-tree platform without an accelerator are listed.
 ``binder.py`` sets them when their modules are imported; ``mamba`` must be bound before ``mamba1``
@@ -108,7 +108,7 @@ _STRIDED = {
         "all_layer_mla": host_copies.strided_all_layers_mla,
     },
 }
-"""Those between rows that do not follow at once, in SGLang's unified pool."""
+"""The copies between rows that do not follow at once, in SGLang's unified pool."""
 
 _DRAFT_BINDINGS: tuple[Binding, ...] = (
     Binding(

@@ -57,7 +57,7 @@ def slots_behind(
 
 
 def _slots_of(rows: Tensor, table: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """What `slots_behind` returns."""
+    """The result of `slots_behind`."""
     spans = zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True)
     return torch.cat([table[row, start:end] for row, start, end in spans]).long()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def always_on_latent_keys(backend: str) -> Callable[[Any, Any], Any]:
-    """What chooses a form for ``backend``: always attention on the latent keys as they are cached.
+    """A chooser of a form for ``backend``: always attention on the latent keys as they are cached.
 
     Our attention backend reads keys from the pool, where there are no others. SGLang would project
     them first in a prefill without a prefix, as its Triton backend wants it.
@@ -33,7 +33,7 @@ def turn_in_torch(get_rope_wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_cuda_rotation(init: Callable[..., None]) -> Callable[..., None]:
-    """How Ling's latent attention is made: as DeepSeek's, which it is otherwise. SGLang's has the
+    """Makes Ling's latent attention: as DeepSeek's, which it is otherwise. SGLang's has the
     rotation's CUDA kernel called on every device.
     """
 

@@ -112,7 +112,7 @@ def _packed(layer: Any) -> Tensor | None:
 
 
 def _reads_as_stored(x: Tensor, weight: Tensor, rows: int) -> bool:
-    """Whether a native product with the weight as it is stored is the fastest."""
+    """True if a native product with the weight as it is stored is the fastest."""
     known = x.dtype == weight.dtype and weight.dtype in (torch.float32, torch.bfloat16)
     plain = known and x.is_contiguous() and weight.is_contiguous()
     return 0 < rows <= steps.MOST_ROWS and plain and weight.numel() >= steps.SMALLEST
@@ -124,7 +124,7 @@ def _served(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def _supports(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has kernels of its own for a type on this CPU."""
+    """True if oneDNN has kernels of its own for a type on this CPU."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:

@@ -150,7 +150,7 @@ def causal_conv1d_update(
 
 
 def _spread(y: Tensor, rows: Tensor | None, like: Tensor) -> Tensor:
-    """What rows of the batch became; zeros for the others. None: ``y`` has all rows."""
+    """The results for rows of the batch; zeros for the others. None: ``y`` has all rows."""
     if rows is None:
         return y.to(like.dtype)
     out = torch.zeros_like(like)

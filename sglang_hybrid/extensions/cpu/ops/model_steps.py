@@ -199,7 +199,7 @@ def describe_falcon_h1(found: Description, model: Any) -> None:
 def forward_of(
     describe: Describe, *, scale: str | None = None, positions: bool = True
 ) -> Callable[..., Any]:
-    """What stands for the forward function of a model of SGLang. ``scale`` names the model's
+    """The substitute for the forward function of a model of SGLang. ``scale`` names the model's
     attribute that multiplies its embeddings. ``positions``: whether the function is given them, as
     it is not where all layers are recurrent.
     """
@@ -231,7 +231,7 @@ falcon_h1_forward = forward_of(describe_falcon_h1, scale="embedding_multiplier")
 
 @dataclass(frozen=True)
 class _Known:
-    """What was found of a model, and for what."""
+    """The description that was found of a model, and what it was made for."""
 
     backend: Any
     changes: int

@@ -67,8 +67,8 @@ def silu_and_mul_clamp(gate_up: Tensor, output: Tensor, limit: float) -> None:
 
 
 def scaled_once(init: Callable[..., None]) -> Callable[..., None]:
-    """How DeepSeek's experts are made: without the scale of their sum, which that layer multiplies
-    with itself where the device is not CUDA (models/deepseek_v2.py:1239, 1422).
+    """Makes DeepSeek's experts: without the scale of their sum, which that layer multiplies with
+    itself where the device is not CUDA (models/deepseek_v2.py:1239, 1422).
     """
 
     @wraps(init)

@@ -8,8 +8,8 @@ import torch
 
 
 def in_served_type(make: Callable[..., Any]) -> Callable[..., Any]:
-    """How Qwen4-Exp's residual streams and tables of n-grams are made: in the type in which the
-    model is, which is torch's default one while it is made.
+    """Makes Qwen4-Exp's residual streams and tables of n-grams: in the type in which the model is,
+    which is torch's default one while it is made.
     """
 
     @wraps(make)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def is_grid_read() -> bool:
-    """Whether SGLang will read the states that a prefill's scan leaves on its grid.
+    """True if SGLang will read the states that a prefill's scan leaves on its grid.
 
     It does for states that it tracks itself, and not where checkpoints are planned. Outside of a
     forward pass nobody can say, and the answer is yes.

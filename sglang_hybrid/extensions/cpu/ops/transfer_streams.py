@@ -61,7 +61,7 @@ class Event:
         self._reached = max(time.monotonic(), (stream or current_stream()).arrived)
 
     def query(self) -> bool:
-        """Whether the point is reached, or none was recorded."""
+        """True if the point is reached, or none was recorded."""
         return time.monotonic() >= self._reached
 
     def synchronize(self) -> None:

@@ -10,7 +10,7 @@ only where it is said to be.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -173,15 +173,6 @@ class Simulator:
     def to_load(self, request: Request) -> tuple[int, float]:
         """Bytes that `request` would load now, and seconds of that. Nothing changes."""
         return 0, 0.0
-
-    def fetch(
-        self, request: Request, kv: int = 0, states: int = 0, keep: Sequence[Request] = ()
-    ) -> bool:
-        """Load what `request` would load now, if there is room for that and for so many tokens and
-        states besides; whether it was loaded. What `keep` would resume from stays. Without tiers
-        there is nothing to load.
-        """
-        return False
 
     def begin(self, request: Request) -> Ticket:
         """Match the prompt, and hold what it resumes from."""

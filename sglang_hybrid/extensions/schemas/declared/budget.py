@@ -1,4 +1,4 @@
-"""Which prefixes of a tree to hold within a budget: the best choice.
+"""Chooses the prefixes of a tree to hold within a budget: the best choice.
 
 A prompt resumes from the deepest prefix on its path that is held. So the expected saving of a set
 is the sum over its nodes of the probability that a prompt passes there, times the tokens between
@@ -26,8 +26,8 @@ MOST_UNITS = 1_000
 
 @dataclass(frozen=True)
 class Plan:
-    """Which prefixes to hold. nodes: their ends, parents first. saved: tokens per prompt that need
-    not be computed, expected. cost: bytes of the states and the KV.
+    """A choice of prefixes to hold. nodes: their ends, parents first. saved: tokens per prompt that
+    need not be computed, expected. cost: bytes of the states and the KV.
     """
 
     nodes: list[PrefixNode]
@@ -36,25 +36,10 @@ class Plan:
 
 
 def best_prefixes(root: PrefixNode, budget: int, state_bytes: int, kv_bytes_per_token: int) -> Plan:
-    """What to hold of the tree within `budget` bytes."""
+    """The best prefixes of the tree to hold within `budget` bytes."""
     unit = max(1, -(-budget // MOST_UNITS))
     chosen = _Chooser(budget // unit, unit, state_bytes, kv_bytes_per_token).choose(root)
     return Plan(chosen, saved(chosen), cost(chosen, state_bytes, kv_bytes_per_token))
-
-
-def all_prefixes(root: PrefixNode, budget: int, state_bytes: int, kv_bytes_per_token: int) -> Plan:
-    """What is held if prefixes are prepared level by level until one does not fit."""
-    chosen: list[PrefixNode] = []
-    left = budget
-    for node in root.walk():
-        if node.parent is None:
-            continue
-        needed = state_bytes + (node.depth - node.parent.depth) * kv_bytes_per_token
-        if needed > left:
-            break
-        left -= needed
-        chosen.append(node)
-    return Plan(chosen, saved(chosen), budget - left)
 
 
 def saved(chosen: Sequence[PrefixNode]) -> float:

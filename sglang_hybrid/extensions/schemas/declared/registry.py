@@ -90,7 +90,7 @@ class Registered:
         return tokens
 
     def seen(self, imports: Sequence[Import]) -> bool:
-        """Whether an earlier prompt had these values of parameters; they are remembered from now
+        """True if an earlier prompt had these values of parameters; they are remembered from now
         on.
         """
         key = hash(tuple(_values(imports)))
@@ -104,7 +104,7 @@ class Registered:
 
 @dataclass(frozen=True)
 class Draft:
-    """What a prompt imports from a schema, before it is tokenized."""
+    """The imports of a prompt from a schema, before they are tokenized."""
 
     registered: Registered
     prompt: Prompt
@@ -266,7 +266,7 @@ class Registry:
         return self.counted(draft, self.tokenizer.tokenized(draft.resolved), whole=whole)
 
     def draft(self, tenant: Tenant, prompt: Prompt) -> Draft:
-        """What a prompt of this tenant imports, in the schema's order."""
+        """The imports of a prompt of this tenant, in the schema's order."""
         registered = self.get(tenant, prompt.schema)
         return Draft(registered, prompt, resolve(registered.schema, prompt))
 

@@ -38,8 +38,8 @@ class Import:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a client sends. tail: new text behind the imports, with its role or None. modular:
-    modules are computed apart (`modular.py`).
+    """A prompt as a client sends it. tail: new text behind the imports, with its role or None.
+    modular: modules are computed apart (`modular.py`).
     """
 
     schema: str

@@ -1,4 +1,4 @@
-"""What a chat template writes around the messages of each role."""
+"""The texts that a chat template writes around the messages of each role."""
 
 from __future__ import annotations
 

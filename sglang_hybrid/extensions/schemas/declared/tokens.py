@@ -27,7 +27,7 @@ class End:
 
 @dataclass(frozen=True)
 class Frame:
-    """What the chat template writes around a message: before its text and after it."""
+    """The texts that the chat template writes around a message: before its text and after it."""
 
     before: str
     after: str
@@ -102,7 +102,7 @@ class PromptTokenizer:
 
     @cached_property
     def start(self) -> list[int]:
-        """What the tokenizer puts before a text."""
+        """The tokens that the tokenizer puts before a text."""
         special = list(self._tokenizer("")["input_ids"])
         eos = self._tokenizer.eos_token_id
         return special[:-1] if special and special[-1] == eos else special
@@ -157,5 +157,5 @@ class PromptTokenizer:
         return found
 
     def ending(self, role: str) -> str:
-        """What the chat template writes after a message of a plain conversation."""
+        """The text that the chat template writes after a message of a plain conversation."""
         return self._roles.after[role]

@@ -36,7 +36,7 @@ Path: TypeAlias = tuple[str, ...]
 
 @dataclass
 class Shape:
-    """What may follow at a place of a schema."""
+    """The parts that may follow at a place of a schema."""
 
     edges: list[Edge] = field(default_factory=list)
 
@@ -145,8 +145,8 @@ class _Shapes:
         self._edges_left = MOST_EDGES
 
     def after(self, steps: Steps) -> Shape:
-        """What may follow at the place of a schema whose next parts are `steps`, each with its
-        path.
+        """The parts that may follow at the place of a schema whose next parts are `steps`, each
+        with its path.
         """
         key = tuple((id(part), path) for part, path in steps)
         if key not in self._known:

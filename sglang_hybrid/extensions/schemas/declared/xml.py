@@ -20,7 +20,7 @@ MOST_ELEMENTS = 2_000
 
 
 class MarkupError(ValueError):
-    """What is wrong with a document, and where; the message is one sentence."""
+    """A mistake in a document, and its place; the message is one sentence."""
 
     def __init__(self, message: str, line: int = 0, column: int = 0) -> None:
         place = f"line {line}, column {column}: " if line else ""

@@ -1,1 +1,1 @@
-"""What the HTTP server does for schemas and modular prompts."""
+"""The HTTP server's part of schemas and modular prompts."""

@@ -33,7 +33,7 @@ class Waits:
 
 
 def imported_prompt(request: Any) -> Prompt | None:
-    """What `hybrid.import` in the request's hints imports, None without one. The action is taken
+    """The imports of `hybrid.import` in the request's hints, None without one. The action is taken
     out. Raises ValueError.
     """
     payload, rest = take(getattr(request, "kv_hints", None), IMPORT)

@@ -32,7 +32,7 @@ from sglang_hybrid.serving.requests.errors import mistakes_are_value_errors
 from sglang_hybrid.serving.tenants import tenant
 
 _MARK = f"\ue000{secrets.token_hex(8)}-"
-"""How a mark begins: no client can send one by guessing."""
+"""The beginning of a mark: no client can send one by guessing."""
 
 OTHER_FRAMES = (
     "What the chat template writes around the schema's messages is not what it writes in a plain "
@@ -152,7 +152,9 @@ class _Writer:
         return found
 
     def encoding(self, outer: Encode | None) -> Encode:
-        """What encodes the rendered chat; `outer` gets only what stands behind the schema."""
+        """A function that encodes the rendered chat; `outer` gets only what stands behind the
+        schema.
+        """
 
         def encode(text: str, encode_kwargs: Mapping[str, Any]) -> list[int]:
             frames, rest = self._frames(text)
@@ -177,7 +179,9 @@ class _Writer:
         return Beginning(draft, tokenized, len(tokenized.ids) - behind, plain)
 
     def _frames(self, text: str) -> tuple[Frames, str]:
-        """What the template wrote around each message of the schema, and behind the last one."""
+        """The texts that the template wrote around each message of the schema, and behind the last
+        one.
+        """
         roles = self._roles()
         try:
             head, *gaps = split_at(text, [_mark(number) for number in roles])
@@ -201,7 +205,7 @@ class _Writer:
 
 
 def prompt_of(asked: str | PromptSchema) -> Prompt:
-    """What markup, or an object, imports. Raises MarkupError."""
+    """The imports of markup, or of an object. Raises MarkupError."""
     if isinstance(asked, str):
         return read_prompt(asked)
     return Prompt(asked.name, _imports(asked.imports), modular=asked.mode == "modular")

@@ -164,5 +164,5 @@ async def compute(
 
 
 def gone_from(http: fastapi.Request | None) -> Callable[[], Awaitable[bool]] | None:
-    """What tells whether the client of an HTTP request has gone; None without one."""
+    """A function that tells whether the client of an HTTP request has gone; None without one."""
     return None if http is None else http.is_disconnected

@@ -71,10 +71,10 @@ class NewSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Prewarm(msgspec.Struct, forbid_unknown_fields=True):
-    """How much memory prefixes of a schema may take, and for whose requests. budget_mb: None for
-    what pins of one tenant may take. mode: `modular` for
-    all modules, each apart, whatever they take. tokens_per_second: the rate at which prefixes are
-    computed even while other requests run. ttl: seconds for which they are pinned, with `priority`.
+    """The memory that prefixes of a schema may take, and the owner of their requests. budget_mb:
+    None for what pins of one tenant may take. mode: `modular` for all modules, each apart, whatever
+    they take. tokens_per_second: the rate at which prefixes are computed even while other requests
+    run. ttl: seconds for which they are pinned, with `priority`.
     """
 
     budget_mb: float | None = None
@@ -87,7 +87,7 @@ class Prewarm(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Whose(msgspec.Struct):
-    """What a body that needs nothing else may say: the extra key and salt of a schema."""
+    """The fields of a body that needs nothing else: the extra key and salt of a schema."""
 
     extra_key: str | None = None
     cache_salt: str | None = None
@@ -234,7 +234,9 @@ def _checked(asked: Prewarm) -> tuple[float | None, tuple[float, Priority] | Non
 @router.post("/{name}/lint")
 @auth_level(AuthLevel.NORMAL)
 async def lint_schema(name: str, own: Own) -> JSONResponse:
-    """What keeps prompts of a schema from being cached, by what was imported so far."""
+    """The findings about a schema that keep its prompts from being cached, by what was imported so
+    far.
+    """
     registry = _registry()
     found = registry.get(own, name)
     sizes = await _sizes(_manager())

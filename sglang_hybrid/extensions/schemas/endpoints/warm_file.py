@@ -80,7 +80,7 @@ def prewarm(path: Path, url: str, key: str | None) -> int:
 
 
 def prewarm_if_asked(server_args: Any) -> None:
-    """What a server does when it is ready for requests, before anybody is told so."""
+    """Prewarms a server that is ready for requests, before anybody is told so."""
     from sglang_hybrid.serving.config import HybridConfig
 
     file = HybridConfig.from_environment().hybrid_prewarm

@@ -1,1 +1,1 @@
-"""What keeps prompts from being cached."""
+"""Finds what keeps prompts from being cached."""

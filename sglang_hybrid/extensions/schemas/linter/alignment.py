@@ -1,4 +1,4 @@
-"""What two prompts have in common beyond their beginning: blocks of equal tokens, wherever they
+"""The common parts of two prompts beyond their beginning: blocks of equal tokens, wherever they
 stand in each.
 
 Runs of 16 tokens are hashed at every position, and one hash in eight is an anchor; which ones is
@@ -66,7 +66,7 @@ class Aligner:
         self._anchors: dict[int, tuple[int, int]] = {}
 
     def add(self, prompt: TokenArray, answer: TokenArray) -> Alignment:
-        """What a prompt [n] has in common with earlier ones; it is one of those from now on, with
+        """The common parts of a prompt [n] and earlier ones; it is one of those from now on, with
         its answer behind it.
         """
         hashes = _prefix_hashes(prompt)

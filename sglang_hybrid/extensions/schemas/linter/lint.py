@@ -1,4 +1,4 @@
-"""What keeps a schema's prompts from being cached, and what would mend it."""
+"""Finds what keeps a schema's prompts from being cached, and what would mend it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def lint(
     counts: Mapping[Path, int] | None = None,
     requests: int = 0,
 ) -> list[Finding]:
-    """What to change in a schema, by line.
+    """The changes to make in a schema, by line.
 
     length: tokens of a text. state_tokens: tokens whose KV takes as much memory as a state; 0 if
     that is not known. counts: how often each module was imported in so many `requests`.

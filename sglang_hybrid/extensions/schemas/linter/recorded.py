@@ -1,4 +1,4 @@
-"""What keeps recorded prompts from being cached, and the reorder that would save most.
+"""Finds what keeps recorded prompts from being cached, and the reorder that would save most.
 
 Each prompt is compared with the earlier ones of its tenant. Where text that they share stands
 behind text that varies, it was computed again; in the other order it would have been a hit. What
@@ -55,7 +55,7 @@ class Example:
     after: tuple[int, ...]
 
     def in_a_date_or_id(self, decode: Decode) -> bool:
-        """Whether any of it is a part of one."""
+        """True if any of it is a part of one."""
         start = len(decode(self.before))
         end = len(decode(self.before + self.value))
         text = decode(self.before + self.value + self.after)
@@ -85,7 +85,7 @@ class Change:
 
 @dataclass
 class TenantReport:
-    """What was found in the prompts of one tenant. tenant: its name in the trace. requests,
+    """The findings about the prompts of one tenant. tenant: its name in the trace. requests,
     prompt_tokens: in all. hit_tokens: tokens that an unbounded cache would hit. changes: those that
     save most first. short: the number of places where prompts part that are worth less than a
     state, and of requests that pass them.
@@ -118,7 +118,7 @@ def analyse(
 
 
 def sentences(report: TenantReport, decode: Decode | None, state_tokens: int) -> Iterator[str]:
-    """What to tell of a tenant: a rule and a sentence in each line."""
+    """The findings to tell of a tenant: a rule and a sentence in each line."""
     for change in report.changes:
         yield f"{change.rule}: {_sentence(change, report.requests, decode)}"
     branches, passing = report.short

@@ -1,4 +1,4 @@
-"""What an architecture contributes to a model directory."""
+"""The part of a model directory that an architecture contributes."""
 
 from __future__ import annotations
 

@@ -136,8 +136,8 @@ def _latent_attention(weights: Weights, prefix: str) -> None:
 
 
 def _streams(weights: Weights, prefix: str) -> None:
-    """What a layer reads of the streams, how much of its output each of them gets, and how they are
-    mixed.
+    """The mixing of streams: the part that a layer reads of them, the share of its output that each
+    gets, and their mixture.
     """
     mixes = (2 + STREAMS) * STREAMS
     weights.linear(f"{prefix}_fn", mixes, STREAMS * HIDDEN)

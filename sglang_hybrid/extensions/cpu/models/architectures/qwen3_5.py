@@ -112,7 +112,8 @@ PROCESSORS = {
     }
     | _PATCHES,
 }
-"""How images become patches. Sizes are numbers of pixels: a token is 32 rows of 32."""
+"""Settings by which images become patches. Sizes are numbers of pixels: a token is 32 rows of 32.
+"""
 
 
 def qwen3_5(seed: int, scale: Scale) -> Model:

@@ -89,8 +89,8 @@ def qwen4_exp(seed: int, scale: Scale) -> Model:
 
 
 def _streams(weights: Weights, prefix: str, inject: bool = True) -> None:
-    """What a layer reads of the streams, and how much of its output each of them gets. The norm
-    doubles what the gates of the sum, about a half, then halve.
+    """The mixing of streams: the part that a layer reads of them, and the share of its output that
+    each gets. The norm doubles what the gates of the sum, about a half, then halve.
     """
     weights.ones(f"{prefix}.hc_norm.weight", WIDE)
     weights.linear(f"{prefix}.input_mix_weight_down.weight", LOW_RANK, WIDE)

@@ -35,7 +35,9 @@ SGLANGS_CONFIG = {
     "rope_theta": ROPE_THETA,
     "partial_rotary_factor": 0.5,
 }
-"""What SGLang reads, as ZAYA1-base was released. It counts attention and experts as two layers."""
+"""The config that SGLang reads, as ZAYA1-base was released. It counts attention and experts as two
+layers.
+"""
 
 CONFIG = (
     BASE_CONFIG

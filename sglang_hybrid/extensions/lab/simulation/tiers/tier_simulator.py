@@ -83,20 +83,6 @@ class TieredSimulator(Simulator):
         _, way = self._way(request)
         return sum(way.load_bytes), way.load_seconds
 
-    def fetch(
-        self, request: Request, kv: int = 0, states: int = 0, keep: Sequence[Request] = ()
-    ) -> bool:
-        path, way = self._way(request)
-        if not any(way.load_bytes):
-            return False
-        kv += sum(node.tokens for node in path if not copies_of(node).has_kv(Tier.DEVICE))
-        states += not copies_of(path[-1]).has_state(Tier.DEVICE)
-        kept = [node for one in keep for node in self._way(one)[0]]
-        if not self.memory.make_room(kv, states, list(dict.fromkeys([*path, *kept]))):
-            return False
-        self._load(path, path[-1], path)
-        return True
-
     def _way(self, request: Request) -> tuple[list[Node], Way]:
         """The nodes that `request` would resume behind now, and its way. Nothing changes."""
         usable = request.tokens[: request.input_len - 1]
