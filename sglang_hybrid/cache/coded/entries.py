@@ -25,6 +25,7 @@ from sglang_hybrid.storage.codecs.coded_pools import CodecRefused, kv_tensors
 from sglang_hybrid.storage.codecs.in_place import InPlace
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
@@ -148,11 +149,11 @@ class CodedEntries:
     # Decoding.
 
     def decode(self, node: UnifiedTreeNode) -> bool:
-        """Decode what a request that resumes from `node` reads. False, and nothing has changed but
-        what was evicted, if there is no room for it.
+        """Decode the KV that a request reads which resumes from `node`. False, and nothing has
+        changed but what was evicted, if there is no room for it.
         """
-        path, has_state = self._path(node), node.id in self._groups
-        if not path and not has_state:
+        path = self._path(node)
+        if not path:
             return True
         cache = self._cache
         lock = cache.inc_lock_ref(node.id)
@@ -161,16 +162,10 @@ class CodedEntries:
             slots = self._take_kv(tokens)
             if slots is None:
                 return False
-            slot = self._take_slot() if has_state else None
-            if has_state and slot is None:
-                cache.token_to_kv_pool_allocator.free(slots)
-                return False
             for each in path:
                 count = self._edges[each.id].tokens
                 self._decode_kv(each, slots[:count])
                 slots = slots[count:]
-            if slot is not None:
-                self._decode_state(node, slot)
         finally:
             cache.dec_lock_ref(node.id, lock.to_dec_params())
         return True
@@ -193,12 +188,6 @@ class CodedEntries:
         taken: Tensor | None = allocator.alloc(tokens)
         return taken
 
-    def _take_slot(self) -> Tensor | None:
-        if not self._cache.slots.make_room():
-            return None
-        taken: Tensor | None = self._cache.req_to_token_pool.mamba_allocator.alloc(1)
-        return taken
-
     def _decode_kv(self, node: UnifiedTreeNode, slots: Tensor) -> None:
         edge = self._edges[node.id]
         with self._in_order(edge.slots, slots):
@@ -207,16 +196,19 @@ class CodedEntries:
         self._replace_kv(node, slots)
         self._cache.tree_core.inexact.add(node.id)
 
-    def _decode_state(self, node: UnifiedTreeNode, slot: Tensor) -> None:
+    def decode_state(self, node: UnifiedTreeNode, req: Req) -> None:
+        """Decode the state of `node`, if it is coded, into the slot of `req`, which is to resume
+        from it. The entry stays coded. SGLang copies the slot into itself then.
+        """
+        if node.id not in self._groups:
+            return
+        slot = req.kv.mamba_pool_idx.reshape(1)
         group, part = self._groups.of(node.id)
         with self._in_order(group.slot, slot):
             self._states.decode(group.slot, self._part(part, slot), slot)
         self.decoded["states"] += 1
-        freed = self._leave(node)
-        self._set(node, STATE, slot)
-        self._cache.req_to_token_pool.mamba_allocator.free(freed)
-        self._records.code_state(self._shadow_tree.record(node), False)
         self._cache.tree_core.inexact.add(node.id)
+        req.kv.mamba_cow_src_index = slot
 
     # What happens to coded entries otherwise.
 

@@ -84,14 +84,17 @@ class RobustMamba(MambaComponent):
     def finalize_match_result_in_cache(
         self, params: MatchPrefixParams, result: MatchResult
     ) -> MatchResult:
-        """Copying the hit state needs a slot of the request's own; without one it is a miss."""
-        req = params.req
+        """Copying the hit state, or decoding it, needs a slot of the request's own; without one it
+        is a miss.
+        """
+        req, coded = params.req, self._parts.coded
         if not params.cow_mamba or req is None:
             return super().finalize_match_result_in_cache(params, result)
         state = self.tree_core.get_component_device_value(
             result.best_match_node, self.component_type
         )
-        decoded = self._decode(result.best_match_node)
+        node = self.tree_core.node_by_id(result.best_match_node)
+        decoded = coded is None or coded.decode(node)
         if not decoded:  # what an earlier look-up was to copy belongs to a hit, not to a miss
             send_back(req, self.cache.req_to_token_pool)
         if not decoded or (
@@ -100,12 +103,11 @@ class RobustMamba(MambaComponent):
             miss = self.tree_core.empty_match_result
             kv_len = result.full_kv_hit_length
             result = NoSlotForHit._make(miss._replace(full_kv_hit_length=kv_len))
-        return super().finalize_match_result_in_cache(params, result)
-
-    def _decode(self, node_id: int) -> bool:
-        """True if nothing that a request reads which resumes from this node is coded any more."""
-        coded = self._parts.coded
-        return coded is None or coded.decode(self.tree_core.node_by_id(node_id))
+            return super().finalize_match_result_in_cache(params, result)
+        result = super().finalize_match_result_in_cache(params, result)
+        if coded is not None:
+            coded.decode_state(node, req)
+        return result
 
     def prepare_for_caching_req(
         self, req: Req, insert_params: Any, token_ids_len: int, is_finished: bool

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_hybrid.serving.stored_keys import exact_key
 from sglang_hybrid.storage.codecs.codecs import Codec
 from tests.cache.backends import coding, options
-from tests.cache.driver import FULL, MAMBA, Server, Sizes
+from tests.cache.driver import FULL, Server, Sizes
 from tests.examples import seeds
 
 CONFIGS = {
@@ -93,8 +93,7 @@ class Valued(Server):
     def check_state(self, req: Req) -> None:
         """The state that a request which was just looked up resumes from."""
         if req.prefix_len:
-            node = self.cache.tree_core.node_by_id(req.last_node)
-            slot = int(node.component_data[MAMBA].value)
+            slot = int(req.kv.mamba_cow_src_index)
             for row in self.temporal[slot].reshape(-1, self.sizes.row):
                 self.compare(row, list(req.origin_input_ids)[: req.prefix_len])
 

@@ -221,15 +221,18 @@ class ServerSimulator(Simulator):
         return hit
 
     def _decode(self, hit: Node) -> bool:
-        """Decode what a request that resumes from `hit` reads, if there is room; whether it was."""
+        """Decode what a request that resumes from `hit` reads, if there is room; whether it was.
+        Its state is decoded into the request's own slot.
+        """
         path = [node for node in way_to(hit) if node.coded_kv]
-        if not path and not hit.coded_state:
+        hit.inexact |= hit.coded_state
+        if not path:
             return True
         held = [node for node in way_to(hit) if not node.kv_locked]
         states = {node: node.state_locked for node in held}
         for node in held:
             self.tree.lock(node, kv=True, state=states[node] or node is hit)
-        fits = self._make_room_to_decode(sum(node.tokens for node in path), hit.coded_state)
+        fits = self._make_room_to_decode(sum(node.tokens for node in path))
         for node in held:
             self.tree.lock(node, kv=False, state=states[node])
         if not fits:
@@ -237,20 +240,14 @@ class ServerSimulator(Simulator):
         for node in reversed(path):
             self.memory.code_kv(node, False)
             node.inexact = True
-        if hit.coded_state:
-            self.memory.code_state(hit, False)
-            hit.inexact = True
         return True
 
-    def _make_room_to_decode(self, tokens: int, state: bool) -> bool:
+    def _make_room_to_decode(self, tokens: int) -> bool:
         memory = self.memory
         while memory.short_of(tokens, 0) is not None:
             if not memory.evict_one(memory.pool, spare_forks=False):
                 return False
-        memory.kv_in_use += tokens
-        fits = not state or self._slots.make_room()
-        memory.kv_in_use -= tokens
-        return fits
+        return True
 
     def _room_beside(self, source: Node) -> bool:
         """Whether a request can have a slot beside the state that it copies."""
