@@ -43,6 +43,7 @@ class Machine:
 
 MACHINES = {
     "H100": Machine("NVIDIA H100 80GB HBM3", (9, 0), 81_559, 132),
+    "H200": Machine("NVIDIA H200", (9, 0), 143_771, 132),
     "A100": Machine("NVIDIA A100-SXM4-80GB", (8, 0), 81_920, 108),
     "B200": Machine("NVIDIA B200", (10, 0), 183_359, 148),
 }

@@ -232,6 +232,9 @@ class _Server:
         from sglang.srt.model_executor.model_runner_components.load_model_utils import (
             resolve_sliding_window_size,
         )
+        from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
+            resolve_spec_aux_hidden_state_config,
+        )
         from sglang.srt.runtime_context import get_parallel, get_schedule
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -253,7 +256,12 @@ class _Server:
             token_to_kv_pool_allocator=None,
             req_to_token_pool=None,
             memory_pool_config=None,
-            spec_aux_config=SimpleNamespace(draft_model_config=None, dflash_draft_num_layers=None),
+            spec_aux_config=resolve_spec_aux_hidden_state_config(
+                server_args=self.args,
+                model_config=config,
+                spec_algorithm=SpeculativeAlgorithm.from_string(self.args.speculative_algorithm),
+                is_draft_worker=False,
+            ),
             is_hybrid_swa=config.is_hybrid_swa,
             is_hybrid_swa_compress=config.is_hybrid_swa_compress,
             use_mla_backend=config.attention_arch == AttentionArch.MLA,
