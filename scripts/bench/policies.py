@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -203,14 +203,16 @@ def show_agents(runner: Runner, sizes: Sequence[float], workers: int) -> None:
                     jobs[model, size, rules, name] = job
     found = dict(zip(jobs, runner.run_all(list(jobs.values()), workers), strict=True))
     every = [(rules, name) for rules, names in AGENTS_POLICIES.items() for name in names]
-    shown = {
-        "Of the prompts' tokens": (every, lambda result: result.hit_rate),
-        "Of the FLOPs to prefill them, in one memory": (
-            [(rules, name) for rules, name in every if rules == "one"],
+    of_one = [(rules, name) for rules, name in every if rules == "one"]
+    shown: tuple[tuple[str, list[tuple[str, str]], Callable[[Result], float]], ...] = (
+        ("Of the prompts' tokens", every, lambda result: result.hit_rate),
+        (
+            "Of the FLOPs to prefill them, in one memory",
+            of_one,
             lambda result: result.flops_saved,
         ),
-    }
-    for about, (columns, rate) in shown.items():
+    )
+    for about, columns, rate in shown:
         print(f"\n{about}:\n")
         heads = [f"{TITLES[rules]}: {name}" for rules, name in columns]
         table = Table("model", "GB", *heads, "closed", text=1)
