@@ -203,14 +203,23 @@ def show_agents(runner: Runner, sizes: Sequence[float], workers: int) -> None:
                     jobs[model, size, rules, name] = job
     found = dict(zip(jobs, runner.run_all(list(jobs.values()), workers), strict=True))
     every = [(rules, name) for rules, names in AGENTS_POLICIES.items() for name in names]
+<<<<<<< HEAD
     shown: dict[str, tuple[list[tuple[str, str]], Callable[[Result], float]]] = {
         "Of the prompts' tokens": (every, lambda result: result.hit_rate),
         "Of the FLOPs to prefill them, in one memory": (
             [(rules, name) for rules, name in every if rules == "one"],
+=======
+    of_one = [(rules, name) for rules, name in every if rules == "one"]
+    shown: tuple[tuple[str, list[tuple[str, str]], Callable[[Result], float]], ...] = (
+        ("Of the prompts' tokens", every, lambda result: result.hit_rate),
+        (
+            "Of the FLOPs to prefill them, in one memory",
+            of_one,
+>>>>>>> h-router
             lambda result: result.flops_saved,
         ),
-    }
-    for about, (columns, rate) in shown.items():
+    )
+    for about, columns, rate in shown:
         print(f"\n{about}:\n")
         heads = [f"{TITLES[rules]}: {name}" for rules, name in columns]
         table = Table("model", "GB", *heads, "closed", text=1)
@@ -223,16 +232,21 @@ def show_agents(runner: Runner, sizes: Sequence[float], workers: int) -> None:
                 table.row(model, f"{size:g}", *cells, closed)
 
 
-def show_below(runner: Runner, sizes: Sequence[float], below: str, workers: int) -> None:
-    """Print a row per size of the device, with the tiers `below` it: what each policy finds."""
+def show_below(runner: Runner, sizes: Sequence[float], workers: int) -> None:
+    """Print a row per size of the device, with a host of four times that and a disk below it: what
+    each policy finds.
+    """
     cost = cost_of(AGENTS_MODEL)
-    jobs = [
-        Job(Spec(name), AGENTS, cost, None, tiers=TierBudgets.parse(f"device={size:g}GB,{below}"))
-        for size in sizes
-        for name in BELOW_POLICIES
-    ]
+    jobs = []
+    for size in sizes:
+        below = f"host={4 * size:g}GB@25GB/s,disk=1TB@3GB/s"
+        tiers = TierBudgets.parse(f"device={size:g}GB,{below}")
+        jobs += [Job(Spec(name), AGENTS, cost, None, tiers=tiers) for name in BELOW_POLICIES]
     rates = [f"{100 * result.hit_rate:.1f}" for result in runner.run_all(jobs, workers)]
-    print(f"{AGENTS_MODEL}, {below} below the device, by the paper's rules:\n")
+    print(
+        f"\n{AGENTS_MODEL} with a host of four times the device and a disk of 1 TB below it, by "
+        "the paper's rules, of the prompts' tokens:\n"
+    )
     table = Table("GB", *BELOW_POLICIES)
     each = len(BELOW_POLICIES)
     for number, size in enumerate(sizes):
@@ -245,7 +259,6 @@ def policies(
     traces: Folder = TRACES,
     generated: Seeds = None,
     agents: Annotated[bool, "agents' conversations at full length, and other engines"] = False,
-    below: Annotated[str, "--agents with tiers, as host=100GB@25GB/s,disk=1TB@3GB/s"] = "",
     workers: Annotated[Count, "--agents: processes"] = 2,
     device_codec: Annotated[
         str, "exact beside coded entries, by several models' sizes", one_of(CODECS)
@@ -280,7 +293,5 @@ def policies(
         return
     runner, rows = read_agents(traces)
     sizes = [size for _, size in rows]
-    if below:
-        show_below(runner, sizes, below, workers)
-    else:
-        show_agents(runner, sizes, workers)
+    show_agents(runner, sizes, workers)
+    show_below(runner, sizes, workers)

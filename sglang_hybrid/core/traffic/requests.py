@@ -93,8 +93,7 @@ def block_tokens(blocks: list[int], size: int) -> TokenArray:
     if numbers.size and numbers.max() >= places * size:
         raise ValueError(f"block {max(blocks)} is too large a number for blocks of {size}")
     rounds, place = np.divmod(numbers, places)
-    firsts = (place * size + rounds).astype(np.uint32)
-    ids: npt.NDArray[np.uint32] = firsts[:, None] + np.arange(size, dtype=np.uint32)
+    ids = (place * size + rounds)[:, None].astype(np.uint32) + np.arange(size).astype(np.uint32)
     tokens: TokenArray = (ids.ravel() & np.uint32(_IDS - 1)).view(np.int32)
     return tokens
 
