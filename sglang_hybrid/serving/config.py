@@ -61,7 +61,7 @@ class HybridConfig:
     a part of what the flag above it says.
     """
 
-    # What is kept and what is evicted.
+    # Admission and eviction
     hybrid_eviction: Eviction = flag(
         Eviction.AUTO,
         "what is evicted first when KV or state slots run short: the node that saves the "
@@ -102,7 +102,7 @@ class HybridConfig:
         "answer a prompt that was asked twice without a forward when it comes again: the state "
         "behind its last token is kept, and the hidden state from which its first token is sampled",
     )
-    # Which request runs when.
+    # Order of requests
     hybrid_schedule: Schedule = flag(
         Schedule.SGLANG,
         "in which order waiting requests run: of those at the front of the queue, first "
@@ -118,7 +118,7 @@ class HybridConfig:
     hybrid_schedule_window: int = 128
     hybrid_schedule_overtaken: int = 64
     hybrid_schedule_seconds: float = 60.0
-    # What is learnt from traffic, and what is computed before it.
+    # Learning from traffic, and prewarming
     hybrid_tuner_workers: int = flag(
         0,
         "processes that replay recent requests under other policies: now and then, at the lowest "
@@ -140,7 +140,7 @@ class HybridConfig:
         "budget_mb",
         metavar="FILE",
     )
-    # Memory and disk below the device.
+    # Memory and disk below the device
     hybrid_disk_folder: str = flag(
         "",
         "where --hicache-storage-backend file keeps KV and states: in a folder "
@@ -178,7 +178,7 @@ class HybridConfig:
         "or in a half or a quarter of their bytes, as bfloat16 (bf16) or as int8 with a scale for "
         "each row (int8); a hit decodes them, and says that it is not exact",
     )
-    # Whose a request is.
+    # Tenants
     hybrid_tenants: str = flag(
         "",
         "what makes tenants, and whether one is required: beside extra_key, cache_salt and the "
@@ -187,7 +187,7 @@ class HybridConfig:
         metavar="WORDS",
         read=tenants,
     )
-    # What an operator sees.
+    # For operators
     hybrid_hosts: str = flag(
         "",
         "names by which this server may be asked at /hybrid_cache/: with commas between them, "
@@ -201,7 +201,7 @@ class HybridConfig:
         "a live page of the cache at /hybrid_cache/: it takes the admin key if one is set, and "
         "shows lengths and hashes of what was sent (lengths), or its text, too (text)",
     )
-    # The model of a server without --model-path.
+    # The model of a server without --model-path
     hybrid_default_model: str = flag(
         TRAINED,
         "the embedded tiny model that is served without --model-path: trained, which "

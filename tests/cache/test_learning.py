@@ -86,11 +86,11 @@ def test_it_is_saved_now_and_then_and_when_nothing_happens(store: Any) -> None:
     watch.now = 1_000.0
     assert learning.poll() == [] and learning._writer is None, "nothing was learnt"
     for _ in range(3):
-        learning.finished()
+        learning.on_request_end()
         learning.poll()
     wait_for(learning)
     assert learning.counts.saved == 1
-    learning.finished()
+    learning.on_request_end()
     learning.poll()
     watch.now += IDLE_SECONDS
     learning.poll()
@@ -98,7 +98,7 @@ def test_it_is_saved_now_and_then_and_when_nothing_happens(store: Any) -> None:
     assert learning.counts.saved == 2
     for _ in range(int(2 * SAVE_SECONDS)):
         watch.now += 1.0
-        learning.finished()
+        learning.on_request_end()
         learning.poll()
         wait_for(learning)
     assert learning.counts.saved == 4
@@ -159,7 +159,7 @@ def test_a_disk_that_refuses_is_one_line(store: Any, caplog: pytest.LogCaptureFi
 
 def test_without_a_disk_nothing_is_read_or_written() -> None:
     learning, _ = make(taught(8)[0], None)
-    learning.finished()
+    learning.on_request_end()
     assert learning.poll() == []
     learning.save()
     assert learning._writer is None

@@ -32,7 +32,7 @@ class Tenants:
             model.on_return(first, self.now)
         model.give_up(self.now)
         words = [self._random.randrange(10, 30_000) for _ in range(12)]
-        answer = model.on_end([*words, TOOL if first is None else GOODBYE], self.now)
+        answer = model.on_answer_end([*words, TOOL if first is None else GOODBYE], self.now)
         if first is None:
             self.waiting[tenant] = answer
         self.models.on_change(tenant)

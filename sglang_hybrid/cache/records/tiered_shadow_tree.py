@@ -91,7 +91,7 @@ class TieredShadowTree(ShadowTree):
         assert self._placement is not None
         return self._placement
 
-    # What SGLang's tree did.
+    # Changes of SGLang's tree
 
     def on_add(self, node: UnifiedTreeNode) -> None:
         self.sync(node)
@@ -134,7 +134,7 @@ class TieredShadowTree(ShadowTree):
             (placement.add_state if state >> tier & 1 else placement.drop_state)(record, tier)
         self.placement.pin(record, Tier.HOST, _host_in_use(node))
 
-    # What to evict.
+    # Eviction
 
     def host_victim(self, component: ComponentType) -> UnifiedTreeNode | None:
         """The node whose copy of this kind the host should forget, or None."""
@@ -151,7 +151,7 @@ class TieredShadowTree(ShadowTree):
             for record in pool.next_uncopied(needed(pool.scarce)):
                 yield record.payload
 
-    # Whether it is all true.
+    # Checks
 
     def check(self, root: UnifiedTreeNode, *, kv_tokens: int, states: int) -> None:
         super().check(root, kv_tokens=kv_tokens, states=states)

@@ -46,7 +46,7 @@ class PoolStateSlots:
         """
         self._decoding, self._rest = requests, rest
 
-    def on_finish(self) -> None:
+    def on_resources_freed(self) -> None:
         """A request that runs ended, or went back to the queue."""
         self._decoding = max(0, self._decoding - 1)
 

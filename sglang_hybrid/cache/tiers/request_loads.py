@@ -65,7 +65,7 @@ class WayChooser:
         """From now on `req` resumes from what is on the device."""
         self._without_loads[req] = True
 
-    def on_release(self, req: Req) -> None:
+    def on_resources_freed(self, req: Req) -> None:
         """`req` gave back all that it held. If it waits again, it may load again."""
         self._without_loads.pop(req)
 

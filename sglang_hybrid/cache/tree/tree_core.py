@@ -176,7 +176,7 @@ class HybridTreeCore(MarkedTreeCore):
         self.shadow_tree.on_split(head, child)
         return head, action
 
-    # What is copied to the host.
+    # Copies to the host
 
     @property
     def demotes_states(self) -> bool:
@@ -263,7 +263,7 @@ class HybridTreeCore(MarkedTreeCore):
         copies of either kind compete.
         """
 
-    # Where copies come and go.
+    # Events of copies
 
     @property
     def evictable_device_leaves(self) -> set[UnifiedTreeNode]:

@@ -216,7 +216,7 @@ class LoadsAhead(Generic[Name]):
         """
         self.running[name] = Decoding(since, self.lengths.predict(keys, allowed))
 
-    def on_finish(self, name: Name, keys: Sequence[Hashable], tokens: int) -> None:
+    def on_request_end(self, name: Name, keys: Sequence[Hashable], tokens: int) -> None:
         """`name`, if it decoded, has an answer of `tokens` tokens."""
         if self.running.pop(name, None) is not None:
-            self.lengths.on_finish(keys, tokens)
+            self.lengths.on_request_end(keys, tokens)

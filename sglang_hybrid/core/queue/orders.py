@@ -19,7 +19,7 @@ Key = tuple[float, ...]
 
 class Order(Protocol):
     """name: as in flags and tables. holds: whether what requests at the front would resume from is
-    kept for them (core/queue/standings.py).
+    kept for them (core/queue/demand.py).
     """
 
     @property

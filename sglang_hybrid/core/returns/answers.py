@@ -265,7 +265,7 @@ class AnswerModel:
             return None
         return self.hints.times.expected(hint.seconds)
 
-    def on_end(self, tokens: npt.ArrayLike, time: float, hint: Hint | None = None) -> Answer:
+    def on_answer_end(self, tokens: npt.ArrayLike, time: float, hint: Hint | None = None) -> Answer:
         """An answer [n] of token ids ended; from now on it waits for a return."""
         features = features_of(tokens)
         predicted = self.predict(features)

@@ -73,7 +73,7 @@ class IntervalCounts:
         """An open interval now belongs to class `after`; it weighs there what it did before."""
         self._number[interval_id] += self._begun[after] - self._begun[before]
 
-    def on_end(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
+    def on_interval_end(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
         """An interval ended in this bin."""
         self._fade(reuse_class)
         self._counts[reuse_class, ENDED, age_bin] += self._weight(interval_id, reuse_class)
@@ -198,7 +198,7 @@ class IntervalNews:
             self._seen.frombytes(bytes(8 * (interval + 1)))
         self._seen[interval] = 0
 
-    def on_end(self, interval: int, number: int, age_bin: int) -> None:
+    def on_interval_end(self, interval: int, number: int, age_bin: int) -> None:
         """An interval of the class of that number ended in this bin, having passed those before."""
         self._ended[number, age_bin] += 1
         self._touched.add(number)

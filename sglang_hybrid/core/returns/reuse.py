@@ -127,7 +127,7 @@ class ReuseIndex:
         interval = time - self._since[interval_id]
         number, age_bin = self._number[interval_id], self._bin(interval)
         for observer in self._observers:
-            observer.on_end(interval_id, number, age_bin)
+            observer.on_interval_end(interval_id, number, age_bin)
         self._begins(interval_id, number, time)
         return interval
 

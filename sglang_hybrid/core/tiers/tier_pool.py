@@ -130,7 +130,7 @@ class TierPool(Pool):
         for row in rows[:count].tolist():
             yield nodes[row]
 
-    # What goes with what, as arrays.
+    # Arrays of what is freed together
 
     def _followed_edges(self) -> KvEdges:
         """The edges of the tree, which are followed from the first call on, with a candidate."""

@@ -180,7 +180,7 @@ def test_one_memory_is_shown(registry: CollectorRegistry) -> None:
     states = MemoryKind.STATES
 
     def release(wanted: int) -> int:
-        account.on_release(states, 400)
+        account.on_free(states, 400)
         return 400
 
     account.join(states, release)
