@@ -1,4 +1,4 @@
-"""What was learnt is read once, sent to all ranks, and written in the background."""
+"""Learnt parameters are read once, sent to all ranks, and written in the background."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_it_is_saved_now_and_then_and_when_nothing_happens(store: Any) -> None:
 
 
 def test_many_tenants_are_collected_a_few_at_a_step(store: Any) -> None:
-    """Those that come or go meanwhile change nothing for the others."""
+    """Tenants that come or go meanwhile change nothing for the others."""
     history, clock = History(), Clock()
     for number in range(2 * TENANTS_AT_ONCE + 1):
         session = [number] * 40

@@ -51,7 +51,7 @@ class Tenants:
 
 
 def held(models: AnswerModels) -> int:
-    """What all models take, counted anew."""
+    """The bytes of all models, counted anew."""
     return sum(model.held_bytes for model in models._models.values())
 
 

@@ -1,4 +1,4 @@
-"""What the answer says of a return: it is learnt where it is so, and nothing is where it is not."""
+"""Answers predict returns where they do, and nothing is learnt where they do not."""
 
 from __future__ import annotations
 

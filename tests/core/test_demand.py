@@ -1,4 +1,4 @@
-"""What the window needs is evicted last, and nothing holds it when its request has gone."""
+"""Nodes that the window needs are evicted last, and not held when their request has gone."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class World:
         return ended, others
 
     def asked(self, counts: IntervalCounts) -> tuple[np.ndarray, np.ndarray]:
-        """What `counts` says; open intervals are in their first bin."""
+        """The content of `counts`; open intervals are in their first bin."""
         ids = np.array(sorted(self.open), dtype=np.int64)
         classes = np.array([self.open[i].reuse_class for i in ids.tolist()], dtype=np.int64)
         return counts.of(np.arange(CLASSES), ids, classes, classes * BINS)

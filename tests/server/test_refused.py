@@ -1,4 +1,4 @@
-"""What a server refuses: one sentence, status 400, and nothing of it reaches a scheduler."""
+"""Refusals of a server: one sentence, status 400, and nothing of it reaches a scheduler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT = {"model": "default", "max_tokens": 2, "messages": [{"role": "user", "cont
 
 
 def refused(url: str, path: str, body: Any, method: str = "post") -> str:
-    """What the server says, with status 400."""
+    """The server's message, with status 400."""
     response = requests.request(method, url + path, json=body, timeout=60)
     assert response.status_code == 400, (path, body, response.status_code, response.text[:300])
     said = response.json()

@@ -319,7 +319,7 @@ def test_without_a_budget_a_prewarming_takes_what_pins_may_take(registered: str)
 
 @pytest.mark.parametrize("path", ["/v1/prompt_schemas", "/hybrid_cache/explain"])
 def test_an_incomplete_body_is_answered_with_a_whole_one(registered: str, path: str) -> None:
-    """Which is one that the route takes."""
+    """It is one that the route takes."""
     refused = requests.post(registered + path, json={}, timeout=60)
     assert refused.status_code == 400
     error = refused.json()["error"]
