@@ -89,8 +89,8 @@ class SplitWatch:
             self._thread.join()
 
     def _search(self, make: Callable[[], RequestWindow], spec: Spec, most_held: int) -> None:
-        """Whatever goes wrong here, the server goes on. most_held: slots that running requests have
-        held at once.
+        """Compare splits; a failure changes nothing for the server. most_held: slots that running
+        requests have held at once.
         """
         try:
             window = make()

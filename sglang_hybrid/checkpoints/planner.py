@@ -208,7 +208,7 @@ class Planner:
         return ready
 
     def drop(self, req: Req) -> None:
-        """`req` goes away: what is under way for it will not be published."""
+        """Give up what is under way for `req`: it will not be published."""
         plan = self._plans.pop(req)
         if plan is None:
             return

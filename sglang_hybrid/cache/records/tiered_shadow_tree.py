@@ -2,7 +2,7 @@
 state is, and what each tier should forget first.
 
 SGLang's nodes are the truth. `sync` compares one of them with its record and repeats what changed;
-the tree core and the components call it wherever a copy comes or goes.
+the tree core and the components call it wherever a copy is added or dropped.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CountedFull(FullComponent):
-    """KV whose evictions are counted where no state goes with it."""
+    """KV whose evictions are counted where no state is evicted with it."""
 
     def __init__(self, cache: Any, params: CacheInitParams) -> None:
         super().__init__(cache, params)

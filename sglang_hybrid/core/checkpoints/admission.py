@@ -120,8 +120,8 @@ def last_boundary(start: int, end: int, grid: int) -> int | None:
     """Where the forward of tokens [start, end) of a prompt passes a boundary that SGLang would keep
     a state at: the last multiple of `grid` from `start`; None if there is none.
 
-    Nobody knows where a prompt will be left, and when KV runs short its end goes first: a state in
-    between is worth a free slot.
+    It is unknown where other prompts will leave this one, and when KV runs short its end is evicted
+    first: a state in between is worth a free slot.
     """
     boundary = start + (end - start) // grid * grid
     return boundary if boundary > start else None

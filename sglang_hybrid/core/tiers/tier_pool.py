@@ -112,7 +112,7 @@ class TierPool(Pool):
         slots, every = self._slots(table), np.arange(len(nodes))
 
         def is_needed(row: int) -> bool:
-            """True if what goes before this row frees too little."""
+            """True if the victims before this row free too little."""
             score = scores[row]
             before = (scores < score) | ((scores == score) & (every < row))
             return edges.freed_by(np.concatenate([worthless, slots[before]])) < needed

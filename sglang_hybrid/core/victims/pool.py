@@ -204,7 +204,7 @@ class Pool:
 
     def compare_with_victim(self, node: Node) -> VictimComparison | None:
         """The score that `node`, which no tree holds yet, would have if it gave back one state,
-        beside the cheapest victim's; None if what goes has no score. Scores compare within one
+        beside the cheapest victim's; None if the victim has no score. Scores compare within one
         table only, so it joins theirs for the moment. Where entries may be coded, it will be, too,
         and what is lost for it in the end is coded already.
         """
