@@ -133,8 +133,6 @@ def test_tenants_do_not_see_each_others_schemas(registered: str) -> None:
 REFUSED = {
     "not well-formed": ('<schema name="s">\n<module name="a">x</modul></schema>', 2, "well-formed"),
     "a file": ('<schema name="s"><module name="a" src="../../etc/passwd"/></schema>', 1, "src is"),
-    "an entity": ('<!DOCTYPE s [<!ENTITY a "b">]><schema name="s">&a;</schema>', 1, "an entity"),
-    "deep": ("<schema name='s'>" + "<module name='m'>" * 10_000, 1, "nested more than 64 deep"),
     "ten megabytes": ("<schema name='s'>" + "<module name='m'>" * (10 << 20 >> 4), None, "at most"),
 }
 
