@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 MOST_SESSION_TOKENS: Final = 1 << 22
-"""Of the last sequences of all open sessions that SGLang's flag names, 32 MiB; beyond it, the close
-of those that were used longest ago tells nothing.
+"""Tokens of the last sequences of all open sessions that SGLang's flag names, 32 MiB; beyond it,
+the close of those that were used longest ago tells nothing.
 """
 
 

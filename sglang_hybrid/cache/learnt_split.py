@@ -45,9 +45,10 @@ class LearntSplit(msgspec.Struct, frozen=True):
 
 
 def split_path(server_args: Any) -> Path | None:
-    """Where a server with these arguments (SGLang's) keeps its split: in the folder of its disk
-    tier, or among the user's cached files (`own_caches`). None where several machines, which might
-    differ, have to divide alike, and where there is no such folder: the user has no home.
+    """The file in which a server with these arguments (SGLang's) keeps its split: in the folder of
+    its disk tier, or among the user's cached files (`own_caches`). None where several machines,
+    which might differ, have to divide alike, and where there is no such folder: the user has no
+    home.
     """
     if server_args.nnodes > 1:
         return None

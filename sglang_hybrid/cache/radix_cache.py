@@ -227,8 +227,8 @@ class HybridRadixCache(HostTierCache):
         self.endings.on_session_closed(last)
 
     def swa_retain_floor(self, req: Req) -> int | None:
-        """From where on `req` keeps its KV of sliding windows: SGLang's answer, and the window
-        behind each state that is being published, without which nobody could resume there.
+        """The position from which `req` keeps its KV of sliding windows: SGLang's answer, and the
+        window behind each state that is being published, without which nobody could resume there.
         """
         floors = [super().swa_retain_floor(req)]
         if self._has_windows_and_states:

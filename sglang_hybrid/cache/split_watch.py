@@ -129,7 +129,7 @@ class SplitWatch:
         return LearntSplit(for_states / (it.bytes - for_states), hits, hits_now, counted)
 
     def _slots(self, found: SplitsFound, room: Split) -> int:
-        """Of the whole pool."""
+        """The slots of the whole pool."""
         return self._setup.slots + found.split.slots - room.slots
 
     def _say(self, found: SplitsFound, room: Split, counted: int) -> str:

@@ -84,7 +84,7 @@ class StateEvents(KVCacheEventRecorder):
 
     @classmethod
     def in_place_of(cls, recorder: KVCacheEventRecorder) -> StateEvents:
-        """With what SGLang's `recorder` was made with, and this server's names of tenants."""
+        """A recorder with the arguments of SGLang's `recorder`, and our names of tenants."""
         return cls(
             tenant_names(),
             page_size=recorder.page_size,
@@ -238,8 +238,8 @@ class StateEvents(KVCacheEventRecorder):
             self._queue.append(BlockRemoved(block_hashes=hashes[-1:], medium=MEDIA[state]))
 
     def _hashes(self, node: Node, begin: int = 0) -> list[int]:
-        """Of the blocks of `node` from its block `begin` on: 64 bits of SGLang's hash of all tokens
-        up to the block's end, as SGLang publishes them. A tenant's are its own.
+        """The hashes of the blocks of `node` from its block `begin` on: 64 bits of SGLang's hash of
+        all tokens up to the block's end, as SGLang publishes them. A tenant's are its own.
         """
         key = node.payload.key
         texts = self._node_event_hash_values(node.payload)[begin:]

@@ -1,4 +1,5 @@
-"""Between the cache and the tuner: what ended is told to the tuner, its choice is put into force.
+"""Connects the cache and the tuner: ended requests are told to the tuner, its choice is put into
+force.
 
 Every rank has a `Tuning`; the one that receives requests also has the tuner and the recorded file.
 """

@@ -141,7 +141,9 @@ class Planner:
         return list(self._open.items())
 
     def next_cut(self, req: Req, start: int, end: int) -> int | None:
-        """Where a forward of tokens [start, end) must stop for a state, if kernels need that."""
+        """The position where a forward of tokens [start, end) must stop for a state, if kernels
+        need that.
+        """
         plan = self._plans.get(req)
         if self.one_pass or plan is None:
             return None

@@ -335,7 +335,7 @@ class HybridConfig:
         }
 
     def _texts(self) -> dict[str, str]:
-        """Of flags and variables, as `_from` reads them."""
+        """The texts of flags and variables, as `_from` reads them."""
         texts = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -351,7 +351,7 @@ class HybridConfig:
 
     @classmethod
     def _from(cls, values: Mapping[str, Any]) -> HybridConfig:
-        """Of values by flag; one that says several settings has them by their fields."""
+        """The settings of values by flag; a value of several settings has them by their fields."""
         known: dict[str, Any] = {}
         for name, value in values.items():
             known |= value if isinstance(value, dict) else {name: value}
@@ -370,7 +370,7 @@ VARIABLES: dict[str, Callable[[str], Any]] = {
     for setting in fields(HybridConfig)
     if VARIABLE in setting.metadata
 }
-"""By the name of a setting that is a variable and no flag, what reads its text."""
+"""The readers of settings that are variables and no flags, by their names."""
 
 PARTS = {setting.name for setting in fields(HybridConfig) if not setting.metadata}
 """Settings that the value of another flag sets, as `--hybrid-eviction marconi:0.7`."""

@@ -84,7 +84,7 @@ TITLE = "sglang::"
 
 @dataclass
 class _End:
-    """Why the server ends, once it does. status: its exit status. open: requests that wait for
+    """The end of the server, and its reason. status: its exit status. open: requests that wait for
     their answers, or for the rest of them.
     """
 

@@ -39,7 +39,9 @@ FADE: Final = 0.9
 """Per step: what remains of the longest one before it."""
 
 FIRST_TOKENS: Final = 64
-"""Of a prompt: requests that begin alike (a schema, a system prompt) are answered alike."""
+"""The first tokens of a prompt: requests that begin alike (a schema, a system prompt) are answered
+alike.
+"""
 
 SAMPLE_TOKENS: Final = 8
 """Decoded tokens over which the time of one is measured."""

@@ -87,7 +87,7 @@ class TieredShadowTree(ShadowTree):
 
     @property
     def placement(self) -> Placement:
-        """Where the copies are, and how much each tier holds."""
+        """The places of copies, and the content of each tier in numbers."""
         assert self._placement is not None
         return self._placement
 

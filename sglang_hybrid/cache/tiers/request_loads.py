@@ -62,7 +62,7 @@ class WayChooser:
         )
 
     def on_failed_load(self, req: Req) -> None:
-        """From now on `req` resumes from what is on the device."""
+        """Let `req` resume from what is on the device from now on."""
         self._without_loads[req] = True
 
     def on_resources_freed(self, req: Req) -> None:

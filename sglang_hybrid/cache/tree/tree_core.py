@@ -132,8 +132,9 @@ class HybridTreeCore(MarkedTreeCore):
         return self._advance_insert()
 
     def _start_of(self, params: InsertParams) -> tuple[UnifiedTreeNode, int] | None:
-        """Where an insertion of a whole path may begin, and at how many tokens; None if only SGLang
-        can tell: what the inserter holds may be compared at once, and nothing of it is freed.
+        """The node where an insertion of a whole path may begin, and its tokens; None if only
+        SGLang can tell: what the inserter holds may be compared at once, and nothing of it is
+        freed.
         """
         if (
             not is_plain(self)

@@ -44,8 +44,8 @@ class LoadCounts:
 
     @property
     def complete(self) -> float | None:
-        """Of the loads for which there was time and room, the share that was complete at the turn;
-        None if there were none.
+        """The share of loads, among those for which there was time and room, that was complete at
+        the turn; None if there were none.
         """
         possible = self.loads - self.no_time - self.no_room
         return self.used / possible if possible else None

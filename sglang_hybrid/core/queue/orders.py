@@ -1,4 +1,4 @@
-"""In which order waiting requests run.
+"""Orders in which waiting requests run.
 
 An order looks at the requests at the front of the queue and gives each a key; the smallest runs
 first. Behind the front the queue is first-come.

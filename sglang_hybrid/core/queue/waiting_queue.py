@@ -154,7 +154,9 @@ class WaitingQueue(Generic[Name]):
         return waiting.number < other.number and waiting.priority == other.priority
 
     def _number(self, name: Name) -> float:
-        """Of a request that was at the front; those that never were came later than all of them."""
+        """The number of a request that was at the front; those that never were came later than all
+        of them.
+        """
         known = self._known.get(name)
         return math.inf if known is None else known.number
 

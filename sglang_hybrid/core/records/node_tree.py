@@ -51,7 +51,7 @@ class NodeTree:
         self.root = Node(0, None, 0, self.clock)
 
     def listen(self, listener: Listener, *, from_now: bool = False) -> None:
-        """From now on tell `listener` what changes, beginning with every node there is, unless it
+        """Tell `listener` what changes from now on, beginning with every node there is, unless it
         wants none of these (`from_now`).
         """
         self._listeners.append(listener)

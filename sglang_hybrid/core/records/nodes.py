@@ -13,7 +13,7 @@ NEVER: Final = 2.0**52
 
 
 class Kind(Enum):
-    """Why a checkpoint was taken."""
+    """The reason why a checkpoint was taken."""
 
     DECLARED = "declared"
     BRANCH = "branch"

@@ -20,7 +20,7 @@ ENDED, UNENDED = 0, 1
 FADED = 1_024
 """Weights that are computed beforehand: of what so many intervals and fewer began after."""
 REFUTED = 6.0
-"""By how much (in nats) the short estimate must foretell better."""
+"""The amount (in nats) by which the short estimate must foretell better."""
 LEAST: Final = 1e-4
 """Probability of what nobody expects."""
 EVIDENCE = 64
@@ -205,7 +205,7 @@ class IntervalNews:
         self.on_close(interval, number, age_bin)
 
     def on_move(self, interval: int, before: int, after: int) -> None:
-        """From now on an open interval counts for the class of number `after`."""
+        """Count an open interval for the class of number `after` from now on."""
 
     def on_close(self, interval: int, number: int, age_bin: int) -> None:
         """An interval has passed all bins before this one, and is observed no more."""

@@ -1,5 +1,5 @@
-"""Where the KV and the states of nodes have copies, the cheapest way to a position, and what a copy
-is worth.
+"""Copies of the KV and the states of nodes, the cheapest way to a position, and what a copy is
+worth.
 
 The value of a copy is what it saves over the next best way to the same point (design.md 7):
 

@@ -31,7 +31,9 @@ LOOKED_AT: Final = 64
 
 
 class SpeedsInForce(Protocol):
-    """Where the speeds to decide with are read. `speeds` is another object after a change."""
+    """The object from which the speeds to decide with are read. `speeds` is another object after a
+    change.
+    """
 
     speeds: Speeds
 
@@ -89,9 +91,9 @@ class TierPool(Pool):
         return list(self._next_victims(needed))
 
     def next_uncopied(self, needed: int) -> Iterator[Node]:
-        """Of `next_victims`, in order, those of which the next slower tier lacks something and has
-        refused nothing since their last use. To be asked anew when one of them was copied. Finding
-        the first one takes a few passes over arrays, as the choice of a victim does.
+        """The nodes of `next_victims`, in order, of which the next slower tier lacks something and
+        has refused nothing since their last use. To be asked anew when one of them was copied.
+        Finding the first one takes a few passes over arrays, as the choice of a victim does.
         """
         for node in self._next_victims(needed, KvEdges.LACKS_COPY):
             if was_refused(node):

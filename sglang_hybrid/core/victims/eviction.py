@@ -60,7 +60,9 @@ class Policy:
         return table.column(0)
 
     def return_probability(self, node: Node, clock: Clock) -> float | None:
-        """That a request resumes from the state of `node` again; None if the policy cannot tell."""
+        """The probability that a request resumes from the state of `node` again; None if the policy
+        cannot tell.
+        """
         return None
 
     def on_eviction(self, node: Node, score: float) -> None:
