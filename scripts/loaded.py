@@ -1,4 +1,5 @@
-"""What processes of a server have loaded of this package: files and lines by room, and memory.
+"""Prints what processes of a server have loaded of this package: files and lines by room, and
+memory.
 
     python scripts/loaded.py                      # of a default server
     python scripts/loaded.py --model-path MODEL   # arguments are the server's

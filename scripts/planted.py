@@ -76,7 +76,7 @@ class Defect:
 
 
 class Verdict(Enum):
-    """What the tests made of a defect."""
+    """The verdict of the tests on a defect."""
 
     CAUGHT = "caught"
     LIVES = "lives"
@@ -85,7 +85,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """How the tests ended: pytest's exit status, None if the time was over; the first failure."""
+    """The end of the tests: pytest's exit status, None if the time was over; the first failure."""
 
     status: int | None
     failure: str

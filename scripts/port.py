@@ -109,7 +109,7 @@ class Release(Sources):
         return self._read_before[path]
 
     def has(self, module: str, name: str) -> bool:
-        """Whether `from module import name` would find something."""
+        """True if `from module import name` would find something."""
         tree = self.module(module)
         if self.module(f"{module}.{name}") is not None:
             return True
@@ -140,7 +140,7 @@ def _stars(tree: ast.Module) -> bool:
 
 @dataclass
 class Finding:
-    """What became of one piece: a word, the piece, and lines that show the change.
+    """The fate of one piece: a word, the piece, and lines that show the change.
 
     is_found: whether this package finds it as it is.
     """
@@ -173,7 +173,7 @@ def hunks(patch: str) -> dict[str, list[Hunk]]:
 
 
 def nearest(lines: list[str], before: list[str], begin: int) -> tuple[int, list[str]]:
-    """What is most like the lines `before` in a file, and where it begins."""
+    """The lines of a file that are most like `before`, and where they begin."""
     size = len(before)
     wanted = {line.strip() for line in before if line.strip()}
     scores = [
@@ -200,7 +200,7 @@ def beside(expected: list[str], found: list[str]) -> Iterator[str]:
 
 
 def check_patches(folder: Path, release: Release) -> list[Finding]:
-    """What became of each hunk, those of a patch in a row."""
+    """The fate of each hunk, those of a patch in a row."""
     found: list[Finding] = []
     files: dict[str, list[str] | None] = {}
     for patch in sorted(folder.glob("*.patch")):
@@ -218,7 +218,7 @@ def check_patches(folder: Path, release: Release) -> list[Finding]:
 
 
 def _check_hunks(piece: str, lines: list[str], parts: list[Hunk]) -> Iterator[Finding]:
-    """What became of the hunks `parts` of one file, whose `lines` get those that are found."""
+    """The fate of the hunks `parts` of one file, whose `lines` get those that are found."""
     shift = grown = 0  # by how many lines the file differs from the known one, and by our changes
     for number, hunk in enumerate(parts, start=1):
         begin = hunk_begin(hunk)
@@ -265,7 +265,7 @@ def hashes(folder: Path, release: Release) -> Iterator[str]:
 
 
 def check_hooks(targets: Iterable[str], old: Release, new: Release) -> list[Finding]:
-    """What became of each function that hooks are on."""
+    """The fate of each function that hooks are on."""
     return [_check_hook(target, old, new) for target in sorted(set(targets))]
 
 
@@ -289,7 +289,7 @@ def _check_hook(target: str, old: Release, new: Release) -> Finding:
 
 
 def difference(before: str, after: str) -> Iterator[str]:
-    """What changed in a definition, as lines of a diff."""
+    """The changes of a definition, as lines of a diff."""
     lines = unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2)
     return (f"    {line}" for line in islice(lines, 2, None))
 
@@ -350,8 +350,8 @@ def overrides(package: Path) -> set[tuple[str, str]]:
 
 
 def shape(release: Release, module: str, name: str) -> str | None:
-    """What a caller must know: the parameters of a function, or the fields and the parameters of a
-    class, without annotations; None if it is not defined there.
+    """The interface for a caller: the parameters of a function, or the fields and the parameters of
+    a class, without annotations; None if it is not defined there.
     """
     found = release.find(module, name)
     if found is None:
@@ -380,7 +380,7 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def check_names(names: Iterable[tuple[str, str]], old: Release, new: Release) -> Iterator[Finding]:
-    """What became of names of SGLang, by their shape; what the old release lacks is ours."""
+    """The fate of names of SGLang, by their shape; what the old release lacks is ours."""
     for module, name in sorted(set(names)):
         piece = f"{module}: {name}"
         before = shape(old, module, name)

@@ -129,7 +129,7 @@ def first_token(state: sgl.lang.interpreter.ProgramState) -> float:
 
 
 def frontend_row(name: str, state: sgl.lang.interpreter.ProgramState, seconds: float) -> Row:
-    """What a state's `answer` cost, once it is complete."""
+    """The cost of a state's `answer`, once it is complete."""
     meta = state.get_meta_info("answer")
     tokens = meta["prompt_tokens"], meta["cached_tokens"]
     return Row(f"frontend program, {name}", *tokens, seconds, state["answer"])

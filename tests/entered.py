@@ -1,5 +1,5 @@
-"""What a process that SGLang starts has of ours, as far as its scheduler and its routes. Two files
-of tests ask the same one.
+"""The patches, hooks and routes in a process that SGLang starts, as far as its scheduler and its
+routes. Two files of tests ask the same one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ ASKED = {
 
 @cache
 def entered() -> dict[str, Any]:
-    """What such a process finds. `resolved`: an argument with some flags; None leaves SGLang's
+    """The findings of such a process. `resolved`: an argument with some flags; None leaves SGLang's
     default. `logged`: what a start with keys writes into its log. `routes`, `foreign`: what
     `tests.keys_of_routes` says.
     """

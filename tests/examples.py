@@ -1,5 +1,5 @@
-"""How many random examples a test runs: few in every run of the quick suite, which draws others
-each time, and a hundred times as many with SGLANG_HYBRID_DEEP=1.
+"""The number of random examples that a test runs: few in every run of the quick suite, which draws
+others each time, and a hundred times as many with SGLANG_HYBRID_DEEP=1.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def make_files(folder: Path, *, large: bool = False) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended; status is None where it was ended for its time."""
+    """The end of a program; status is None where it was ended for its time."""
 
     status: int | None
     out: str

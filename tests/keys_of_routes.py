@@ -33,7 +33,7 @@ FOREIGN = {
     "origin": [(b"host", b"localhost"), (b"origin", b"http://evil.example")],
     "frame": [(b"host", b"localhost"), (b"sec-fetch-site", b"cross-site")],
 }
-"""What a browser sends for a page of another origin: one whose name was made to resolve to this
+"""The headers of a browser for a page of another origin: one whose name was made to resolve to this
 server, and two of the others.
 """
 
@@ -110,7 +110,7 @@ async def foreign(app: Any) -> list[tuple[str, str, str, str, int, list[str]]]:
 
 
 def is_sglangs(path: str, endpoint: Any) -> bool:
-    """Whether the released file of a route's function names its path."""
+    """True if the released file of a route's function names its path."""
     file = Path(inspect.unwrap(endpoint).__code__.co_filename.removesuffix(patching.NOTE))
     return "sglang_hybrid" not in endpoint.__module__ and f'"{path}"' in file.read_text()
 

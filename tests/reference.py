@@ -1,5 +1,5 @@
-"""What a model should answer: transformers' own torch implementation on the CPU, in float32 unless
-another type is asked for.
+"""The right answers of a model: transformers' own torch implementation on the CPU, in float32
+unless another type is asked for.
 
 The reference shares no code with SGLang or with our kernels. What transformers does not have is in
 ``twins.py``. Prompts are computed in one pass without a cache; decoding uses transformers' cache,

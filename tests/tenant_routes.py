@@ -1,4 +1,4 @@
-"""What every route of the HTTP server does with the tenant that a request names.
+"""The use of the tenant that a request names, for every route of the HTTP server.
 
 `PROMPTS` are sent by tests/server/test_tenant_routes.py. A route that is in none of these tables
 fails tests/test_keys.py: whoever adds one says here whose prompts it serves.

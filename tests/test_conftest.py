@@ -1,4 +1,4 @@
-"""Which tests share a process, what that may not do, and what is said if it ends nevertheless."""
+"""Tests that share a process, what that may not do, and what is said if it ends nevertheless."""
 
 from __future__ import annotations
 

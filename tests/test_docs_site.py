@@ -23,7 +23,9 @@ _LINKED = re.compile(r"<a\b[^>]*\bhref=\"([^\"#:]+)[\"#]")  # without a colon: i
 
 
 def make_site(folder: Path, **settings: object) -> Path:
-    """What `scripts/docs.sh` makes. A broken link, or a page that no menu shows, ends the test."""
+    """The site that `scripts/docs.sh` makes. A broken link, or a page that no menu shows, ends the
+    test.
+    """
     build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), **settings))
     return folder
 
@@ -35,7 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def has_docstring(site: Path, room: str) -> bool:
-    """Whether the page of a room has the first words of the room's docstring."""
+    """True if the page of a room has the first words of the room's docstring."""
     source = ROOT / "sglang_hybrid" / room / "__init__.py"
     docstring = ast.get_docstring(ast.parse(source.read_text())) or ""
     shown = re.sub(r"<[^>]+>", "", (site / "api" / f"{room}.html").read_text())

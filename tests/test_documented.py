@@ -150,7 +150,9 @@ def test_a_server_takes_what_turns_something_off(
 
 
 def replays() -> list[Any]:
-    """Those that play the paper's workloads in full, or draw all plots, are slow ones."""
+    """The commands of the replay. Those that play the paper's workloads in full, or draw all plots,
+    are slow ones.
+    """
     long = ("replay avmp", "--report")
     slow = {
         command: pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Which key opens which route, for every route that we add and every one that names its level."""
+"""The key that opens each route, for every route that we add and every one that names its level."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What processes of a server load of this package: no more than what they were asked for."""
+"""Processes of a server load of this package what they were asked for, and no more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ tell()
 PROGRAMS = tuple(
     f"sglang_hybrid.{name}" for name in ("launch_server", "prompts", "replay", "replicas")
 )
-"""What no process of a server but the first one loads."""
+"""Modules that no process of a server but the first one loads."""
 
 
 def test_what_is_not_asked_for_is_not_loaded() -> None:
@@ -54,7 +54,7 @@ def extensions(modules: set[str]) -> set[str]:
 
 
 def test_the_product_names_extensions_that_exist() -> None:
-    """What `extension("...")` is given, and the names that are taken from it at once."""
+    """The arguments of `extension("...")`, and the names that are taken from it at once."""
     taken = set()
     for file in (ROOT / "sglang_hybrid").rglob("*.py"):
         tree = ast.parse(file.read_text())

@@ -1,5 +1,5 @@
-"""What SGLang's processes have of ours, however they are entered: patches, hooks and bindings, and
-another resolution of arguments.
+"""The parts of ours in SGLang's processes, however they are entered: patches, hooks and bindings,
+and another resolution of arguments.
 """
 
 import json

@@ -53,14 +53,14 @@ READ: dict[str, tuple[Main, Sequence[str]]] = {
     "messages": (explain, (*NOBODY, "--messages", FILE)),
     "ids": (explain, (*NOBODY, "--input-ids", f"@{FILE}")),
 }
-"""What reads a file that a user names."""
+"""Programs that read a file that a user names."""
 
 WRITTEN: dict[str, tuple[Main, Sequence[str]]] = {
     "json": (replay, (*CHAT, *CACHE, "--instant", "--json", FILE)),
     "record": (replay, (*CHAT, "--record", FILE)),
     "model": (make_tiny_model, ("--scale", "8b", "--output", f"{FILE}/x")),
 }
-"""What writes one."""
+"""Programs that write one."""
 
 NUMBERED: dict[str, tuple[Main, Sequence[str]]] = {
     **{
@@ -98,7 +98,7 @@ NUMBERED: dict[str, tuple[Main, Sequence[str]]] = {
     },
     "servers": (replicas, ("serve", "--host", "/", "--n=NUMBER")),
 }
-"""What takes a number."""
+"""Programs that take a number."""
 
 SLOW_FILES = ("hole",)
 """Of the small files, what takes seconds."""

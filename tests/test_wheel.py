@@ -1,5 +1,5 @@
-"""What a user of a package index has: built, checked, and installed where SGLang is, outside of the
-repository. Nothing else of that environment changes, and it serves.
+"""The package as a user of an index has it: built, checked, and installed where SGLang is, outside
+of the repository. Nothing else of that environment changes, and it serves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.timeout(1200)]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints, without what the tests add to an environment."""
+    """The output of a command, without what the tests add to an environment."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

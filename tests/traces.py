@@ -13,7 +13,7 @@ from sglang_hybrid.core.traffic.requests import Request
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 REPLY_OPENER = (2**31 - 4, 2**31 - 3, 2**31 - 2)
 THOUGHT = [2**31 - 1] * 2
-"""How a reply begins, and what a prompt for one has behind that, in tokens of no trace."""
+"""The beginning of a reply, and what a prompt for one has behind that, in tokens of no trace."""
 
 
 def leave_out_thoughts(requests: Sequence[Request]) -> list[Request]:

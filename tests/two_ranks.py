@@ -24,9 +24,9 @@ def join(rank: int, folder: str) -> None:
 def on_two_ranks(
     serve: Callable[[int, str, list[str]], None], folder: Path, names: Sequence[str]
 ) -> list[str | None]:
-    """What `serve(rank, folder, names)` writes into the file of its rank's number in `folder`, on
-    each of two ranks; None for one that hangs or ends before. serve: a function of a module, which
-    is imported once for both.
+    """The results that `serve(rank, folder, names)` writes into the file of its rank's number in
+    `folder`, on each of two ranks; None for one that hangs or ends before. serve: a function of a
+    module, which is imported once for both.
     """
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload([serve.__module__])

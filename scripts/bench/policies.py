@@ -203,19 +203,12 @@ def show_agents(runner: Runner, sizes: Sequence[float], workers: int) -> None:
                     jobs[model, size, rules, name] = job
     found = dict(zip(jobs, runner.run_all(list(jobs.values()), workers), strict=True))
     every = [(rules, name) for rules, names in AGENTS_POLICIES.items() for name in names]
-<<<<<<< HEAD
-    shown: dict[str, tuple[list[tuple[str, str]], Callable[[Result], float]]] = {
-        "Of the prompts' tokens": (every, lambda result: result.hit_rate),
-        "Of the FLOPs to prefill them, in one memory": (
-            [(rules, name) for rules, name in every if rules == "one"],
-=======
     of_one = [(rules, name) for rules, name in every if rules == "one"]
     shown: tuple[tuple[str, list[tuple[str, str]], Callable[[Result], float]], ...] = (
         ("Of the prompts' tokens", every, lambda result: result.hit_rate),
         (
             "Of the FLOPs to prefill them, in one memory",
             of_one,
->>>>>>> h-router
             lambda result: result.flops_saved,
         ),
     )

@@ -1,4 +1,5 @@
-"""What scripts/demo.sh runs: the same traffic to a server with our cache and to one with SGLang's.
+"""The program of scripts/demo.sh: the same traffic to a server with our cache and to one with
+SGLang's.
 
 `traffic` plans what is sent and when, `results` makes the table, `__main__` starts the servers and
 drives them.

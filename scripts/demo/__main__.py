@@ -134,7 +134,7 @@ def warm_up(servers: Sequence[ServerProcess], facts: Sequence[Fact]) -> None:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[[float, list[Served]], None]]:
-    """What shows the results so far: the table in a terminal, else a line now and then."""
+    """A display of the results so far: the table in a terminal, else a line now and then."""
     if console.is_terminal:
         with Live(console=console, transient=True) as live:
             yield lambda seconds, served: live.update(table(rows(served), seconds))

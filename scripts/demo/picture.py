@@ -21,7 +21,7 @@ def browser() -> str | None:
 PHONE = {"width": 390, "height": 844}
 
 EMPTY, DARK, ON_A_PHONE = "empty", "dark", "phone"
-"""What is added to the name of the file: `page-empty.png` beside `page.png`."""
+"""A suffix of the file's name: `page-empty.png` beside `page.png`."""
 
 
 @contextmanager

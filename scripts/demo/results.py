@@ -1,4 +1,4 @@
-"""What became of the traffic on both servers: a table by kind of traffic, and one line."""
+"""Results of the traffic on both servers: a table by kind of traffic, and one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYSTEMS = ("ours", "SGLang's")
 
 @dataclass(frozen=True)
 class Served:
-    """What became of a step: outcomes of its samples by system, and whether answers differed."""
+    """The results of a step: outcomes of its samples by system, and whether answers differed."""
 
     kind: str
     outcomes: tuple[list[Outcome], ...]
@@ -39,7 +39,7 @@ class Row:
 
 
 def row(kind: str, served: Sequence[Served]) -> Row:
-    """What the steps of a kind cost."""
+    """The costs of the steps of a kind."""
     sides = [[one for step in served for one in step.outcomes[at]] for at in range(len(SYSTEMS))]
     times = [sorted(1000 * one.ttft for one in side) for side in sides]
     return Row(

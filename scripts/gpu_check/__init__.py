@@ -1,4 +1,5 @@
-"""What scripts/gpu_check.sh runs: steps in processes of their own, and a table of what they found.
+"""The program of scripts/gpu_check.sh: steps in processes of their own, and a table of what they
+found.
 
 `__main__` chooses the steps, `steps` runs them within their time and prints the table. A step is a
 module: `kernels` (our Triton kernels against their definitions, how often they are compiled, also

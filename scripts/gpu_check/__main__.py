@@ -59,12 +59,12 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def serves() -> bool:
-    """Whether SGLang is installed, with or without the packages that it needs on a GPU."""
+    """True if SGLang is installed, with or without the packages that it needs on a GPU."""
     return installed("sglang") is not None
 
 
 def complete() -> bool:
-    """Whether the CUDA packages are installed that SGLang uses by default."""
+    """True if the CUDA packages are installed that SGLang uses by default."""
     return all(map(importlib.util.find_spec, ("sgl_kernel", "flashinfer")))
 
 
@@ -103,7 +103,7 @@ def steps_in_rehearsal() -> list[Step]:
 
 
 def environment(name: str | None) -> list[Finding]:
-    """What is installed, and what is left out for want of it; ``name`` is the GPU's."""
+    """A sentence of what is installed, and of what is left out for that. ``name``: the GPU's."""
     packages = ("torch", "triton", "sglang", "flashinfer-python")
     versions = ", ".join(f"{package} {installed(package) or 'missing'}" for package in packages)
     found = [Finding("machine", name or "a rehearsal on the CPU"), Finding("packages", versions)]

@@ -1,4 +1,4 @@
-"""What a step finds: rows that it prints for the process that has started it."""
+"""Findings of a step: rows that it prints for the process that has started it."""
 
 from __future__ import annotations
 

@@ -177,7 +177,9 @@ def check_windows(dtype: torch.dtype, *, channels: int = 300, taps: int = 4) -> 
 
 
 def check_host_rows(span: slice, *, row_bytes: int = 8_240, rows: int = 40) -> float:
-    """What ``host_rows`` writes to pinned memory and reads again; infinite if it is wrong."""
+    """The error of what ``host_rows`` writes to pinned memory and reads again; infinite if it is
+    wrong.
+    """
     host = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8)
     host = host.pin_memory() if GPU else host
     expected, chosen = host.clone(), torch.randperm(rows)[:9]
@@ -212,7 +214,7 @@ def check_divided_rows(dtype: torch.dtype) -> float:
 
 
 def compilations(run: Callable[[], object]) -> int:
-    """How many kernels Triton compiles, or loads compiled, while ``run`` runs."""
+    """The number of kernels that Triton compiles, or loads compiled, while ``run`` runs."""
     found: list[str] = []
 
     def noted(**compiled: object) -> bool:

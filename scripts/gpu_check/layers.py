@@ -68,7 +68,7 @@ SMALL = (
 def state_launches(
     layer: Shape, tokens: int, positions: list[int], device: str
 ) -> Callable[[], None]:
-    """What a prefill of so many tokens launches to leave states at these positions."""
+    """The launches of a prefill of so many tokens that leaves states at these positions."""
     windows, states = layer.pools(len(positions) + 1, device)
     # A part of what the layer projects, as in SGLang.
     projected = torch.zeros(

@@ -38,9 +38,10 @@ from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
 KERNELS = dict.fromkeys(("falcon-mamba", "lfm2", "lfm2-moe", "ling-2.5", "minicpm-sala"), 1)
-"""How many kernels a start compiles; 2 for the other models. The scan of Mamba1 needs none, a short
-convolution has no other state than its window, and lightning attention has no convolution.
-ZAYA1 has windows of two lengths."""
+"""The number of kernels that a start compiles; 2 for the other models. The scan of Mamba1 needs
+none, a short convolution has no other state than its window, and lightning attention has no
+convolution. ZAYA1 has windows of two lengths.
+"""
 
 SMALL = (
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
@@ -76,7 +77,7 @@ class Hit:
     kind: str
     prompts: list[list[int]]
     tokens: int
-    """How many of the last prompt should come from the cache."""
+    """The tokens of the last prompt that should come from the cache."""
     declared: tuple[int, ...] = ()
     """Positions that the first request declares."""
 

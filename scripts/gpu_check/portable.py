@@ -29,7 +29,8 @@ LEFT_OUT = (
     *("bin", "sglang_hybrid", "sglang/multimodal_gen", "sglang/srt/rust_extensions/_bench*"),
     *("mistral_common/data", "pycountry/locales", "zstandard/_cffi*"),
 )
-"""What is large and no server of gpu_check imports, and the code that the checkout has."""
+"""Files that are large and that no server of gpu_check imports, and the code that the checkout has.
+"""
 
 
 def pins(lock: str, without: Iterable[str]) -> list[str]:

@@ -63,7 +63,7 @@ def run_all(steps: Sequence[Step], seconds: float, logs: Path) -> dict[str, list
 
 
 def at_once() -> int:
-    """How many servers start beside each other: each keeps about two cores busy."""
+    """The number of servers that start beside each other: each keeps about two cores busy."""
     return max(1, (os.cpu_count() or 1) // 2)
 
 

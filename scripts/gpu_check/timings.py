@@ -1,4 +1,4 @@
-"""What two exact states cost beside the prefill of one layer, by CUDA events.
+"""The cost of two exact states beside the prefill of one layer, by CUDA events.
 
     python -m scripts.gpu_check.timings    # without a GPU: small layers, in Triton's interpreter
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 MOST_SESSION_TOKENS: Final = 1 << 22
-"""Of the last sequences of all open sessions that SGLang's flag names, 32 MiB; beyond it, the close
-of those that were used longest ago tells nothing.
+"""Tokens of the last sequences of all open sessions that SGLang's flag names, 32 MiB; beyond it,
+the close of those that were used longest ago tells nothing.
 """
 
 
@@ -37,7 +37,7 @@ class Endings:
         self._sessions: OrderedDict[str, tuple[npt.NDArray[np.int64], Hashable]] = OrderedDict()
         self._session_tokens = 0
 
-    def on_end(self, req: Req, up_to: int) -> None:
+    def on_request_end(self, req: Req, up_to: int) -> None:
         """``req`` ended with ``up_to`` tokens in the tree. Nothing is learnt of a prompt that was
         put together from segments.
         """
@@ -52,7 +52,7 @@ class Endings:
         if hint is None and session is not None:
             hint = Hint.ENDS if closed else Hint.RETURNS
         if cache.tuning.listens:
-            cache.tuning.finished(req, up_to, starts, reply_start, hint)
+            cache.tuning.on_request_end(req, up_to, starts, reply_start, hint)
         if self._shadow_tree is None:
             return
         tokens = np.asarray(req.full_untruncated_fill_ids)[:up_to]  # no copy
@@ -60,7 +60,7 @@ class Endings:
         next_branch = 0 if history_match is None else history_match.next_branch
         if session is not None and not closed:
             self._remember(session, tokens.copy(), tenant_of(req))
-        self._shadow_tree.on_finish(
+        self._shadow_tree.on_request_end(
             tokens,
             len(req.origin_input_ids),
             cache.tree_core.node_by_id(req.last_node),
@@ -71,7 +71,7 @@ class Endings:
             hint,
         )
         if self._learning is not None:
-            self._learning.finished()
+            self._learning.on_request_end()
         self._expect_return(req)
 
     def _expect_return(self, req: Req) -> None:

@@ -254,9 +254,9 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super().on_release(req, *args, **kwargs)
         if self.ways is not None:
-            self.ways.on_release(req)
+            self.ways.on_resources_freed(req)
 
-    # What transfers tell.
+    # Events of transfers
 
     def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
         """write_back: SGLang waits for all copies, before others use what it evicted. On a GPU the

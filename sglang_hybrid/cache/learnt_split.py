@@ -45,19 +45,19 @@ class LearntSplit(msgspec.Struct, frozen=True):
 
 
 def split_path(server_args: Any) -> Path | None:
-    """Where a server with these arguments (SGLang's) keeps its split: in the folder of its disk
-    tier, or among the user's cached files (`own_caches`). None where several machines, which might
-    differ, have to divide alike, and where there is no such folder: the user has no home.
+    """The file in which a server with these arguments (SGLang's) keeps its split: in the folder of
+    its disk tier, or among the user's cached files (`own_caches`). None where several machines,
+    which might differ, have to divide alike, and where there is no such folder: the user has no
+    home.
     """
-    it, options = server_args, HybridConfig.from_environment()
-    if it.nnodes > 1:
+    if server_args.nnodes > 1:
         return None
-    file = identity_of({flag: getattr(it, flag) for flag in _FLAGS}) + SUFFIX
-    if it.enable_hierarchical_cache and it.hicache_storage_backend == "file":
-        named = options.hybrid_disk_folder
+    file = identity_of({flag: getattr(server_args, flag) for flag in _FLAGS}) + SUFFIX
+    if server_args.enable_hierarchical_cache and server_args.hicache_storage_backend == "file":
+        named = HybridConfig.from_environment().hybrid_disk_folder
         if not named.startswith(SHARED):
             try:
-                extra = json.loads(it.hicache_storage_backend_extra_config or "{}")
+                extra = json.loads(server_args.hicache_storage_backend_extra_config or "{}")
             except ValueError:
                 return None
             folder: Path = extension("disk.folder").disk_folder(named, extra)

@@ -43,7 +43,7 @@ class PrefillPlans:
         self._history_matches: PerRequest[HistoryMatch] = PerRequest()
 
     def messages(self, req: Req) -> tuple[list[int], int]:
-        """Where the messages of a prompt begin, in tokens, and where the reply to it does
+        """The starts of the messages of a prompt, in tokens, and that of the reply to it
         (`MessageBoundaries.reply_start`); looked for once per request.
         """
         found = self._messages.get(req)
@@ -116,8 +116,8 @@ class PrefillPlans:
         return self.planner is not None and not self.planner.one_pass
 
     def next_cut(self, req: Req, start: int, end: int) -> int | None:
-        """Where a prefill of tokens [start, end) must stop so that a state can be copied; None if
-        it need not.
+        """The position where a prefill of tokens [start, end) must stop so that a state can be
+        copied; None if it need not.
         """
         return None if self.planner is None else self.planner.next_cut(req, start, end)
 

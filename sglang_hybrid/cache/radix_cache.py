@@ -151,7 +151,7 @@ class HybridRadixCache(HostTierCache):
         """True if prefills leave the states that we want, and not those that SGLang tracks."""
         return self.plans.planner is not None
 
-    # It waits: what it finds.
+    # 1 Look-up
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         session = None if params.req is None else params.req.session
@@ -196,7 +196,7 @@ class HybridRadixCache(HostTierCache):
             return None
         return self.tree_core.known_match(params)
 
-    # It joins a batch, which the prefill adder plans with `plans`.
+    # 2 Before a forward
 
     def plan_forward(self, batch: ScheduleBatch) -> None:
         """The prefill of `batch` is about to start: give its states their slots."""
@@ -206,7 +206,7 @@ class HybridRadixCache(HostTierCache):
         """A decode step of `batch` is about to start: some answers leave a state on their way."""
         self.plans.plan_decode(batch)
 
-    # A step of it has run: what it leaves.
+    # 3 After a step
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         self.lookups.on_start(req)
@@ -218,17 +218,17 @@ class HybridRadixCache(HostTierCache):
         self.lookups.on_publish(req, published, self.publisher.pin(req))
         self.report.update_metrics()
         if req.finished() and req.last_node is not None:
-            self.endings.on_end(req, up_to)
+            self.endings.on_request_end(req, up_to)
 
-    # It ends.
+    # 4 End
 
     def session_closed(self, last: Sequence[Req]) -> None:
         """A client closed its session, whose `last` requests nobody continued."""
         self.endings.on_session_closed(last)
 
     def swa_retain_floor(self, req: Req) -> int | None:
-        """From where on `req` keeps its KV of sliding windows: SGLang's answer, and the window
-        behind each state that is being published, without which nobody could resume there.
+        """The position from which `req` keeps its KV of sliding windows: SGLang's answer, and the
+        window behind each state that is being published, without which nobody could resume there.
         """
         floors = [super().swa_retain_floor(req)]
         if self._has_windows_and_states:
@@ -244,7 +244,7 @@ class HybridRadixCache(HostTierCache):
         """True if a streaming session keeps what its turn `req` has computed."""
         kept = bool(super().claim_kv_row(req))
         if kept:
-            self._on_leave(req)
+            self._on_resources_freed(req)
         return kept
 
     def release_radix_session(self, session_id: str) -> int:
@@ -255,14 +255,14 @@ class HybridRadixCache(HostTierCache):
         super().on_release(req, *args, **kwargs)
         if self._only_requests_hold_states and req.kv.holds_mamba:
             self.req_to_token_pool.free_mamba_cache(req)
-        self._on_leave(req)
+        self._on_resources_freed(req)
 
-    def _on_leave(self, req: Req) -> None:
+    def _on_resources_freed(self, req: Req) -> None:
         """`req` holds nothing any more."""
-        self.slots.on_finish()
+        self.slots.on_resources_freed()
         self.plans.drop(req)
         if self.schedule is not None:
-            self.schedule.on_finish(req)
+            self.schedule.on_request_end(req)
 
     def finish(self, handle: CacheRequestHandle, outcome: CacheRequestOutcome) -> None:
         super().finish(handle, outcome)
@@ -273,7 +273,7 @@ class HybridRadixCache(HostTierCache):
         """True if requests hold states, as SGLang asks."""
         return self._only_requests_hold_states or bool(self.is_mamba_enabled)
 
-    # The whole tree.
+    # The whole tree
 
     def reset(self) -> None:
         super().reset()

@@ -38,14 +38,18 @@ logger = logging.getLogger(__name__)
 
 OURS = "sglang_hybrid"
 SGLANGS = "_mamba_radix_cache_resolution"
-"""Who declares a value: we, and SGLang's choice of a strategy (arg_groups/overrides.py:453)."""
+"""The name under which SGLang's choice of a strategy declares a value
+(arg_groups/overrides.py:453).
+"""
 
 QWEN4 = "Qwen4ExpForConditionalGeneration"
 JET_NEMOTRON = {"JetNemotronForCausalLM", "JetVLMForConditionalGeneration"}
 
 OF_MINICPM = "_minicpm_sala_overrides"
 SPARSE = ("minicpm_flashattn", "minicpm_flashinfer")
-"""Who declares that MiniCPM has no prefix cache, and its backends of sparse attention."""
+"""The names under which it is declared that MiniCPM has no prefix cache, and its backends of sparse
+attention.
+"""
 
 TOKENS_WITHOUT_KV = 1 << 22
 """KV tokens of a model without attention. The list of free ones takes 32 MiB."""
@@ -163,13 +167,14 @@ def check_device_codec(server_args: ServerArgs) -> None:
 
 
 def reject_unsupported_speculation(server_args: ServerArgs) -> None:
-    """With speculative decoding SGLang 0.5.23 leaves states of models without attention where they
-    were, whatever was accepted, and convolves trees of drafts as if they were chains where a model
-    has short convolutions (models/lfm2.py:223): both answer wrongly. Jet-Nemotron's layers take a
-    row of drafts for one token (models/jet_nemotron.py:298). Lightning attention ends the start
-    where drafts are trees, and names a flag that n-grams do not read; Qwen4-Exp ends the first step
-    with n-grams or trees (models/qwen4_exp.py:259). A streaming session gives back the KV of what
-    was read too much (streaming_session.py:164), and keeps the state.
+    """Refuse speculative decoding that answers wrongly: SGLang 0.5.23 leaves states of models
+    without attention where they were, whatever was accepted, and convolves trees of drafts as if
+    they were chains where a model has short convolutions (models/lfm2.py:223): both answer wrongly.
+    Jet-Nemotron's layers take a row of drafts for one token (models/jet_nemotron.py:298). Lightning
+    attention ends the start where drafts are trees, and names a flag that n-grams do not read;
+    Qwen4-Exp ends the first step with n-grams or trees (models/qwen4_exp.py:259). A streaming
+    session gives back the KV of what was read too much (streaming_session.py:164), and keeps the
+    state.
     """
     view = resolving_view(server_args)
     if view.speculative_algorithm is None:
@@ -405,7 +410,7 @@ def _no_graph_over_mixers(server_args: ServerArgs) -> None:
 
 
 def warm_up_with_hits(server_args: ServerArgs) -> None:
-    """Where kernels are compiled, the server's warm-up has a hit (serving/warm_up.py)."""
+    """Give the server's warm-up a hit where kernels are compiled (serving/warm_up.py)."""
     view = resolving_view(server_args)
     if view.device != "cuda" or view.skip_server_warmup or not plans_checkpoints(view):
         return
@@ -414,7 +419,7 @@ def warm_up_with_hits(server_args: ServerArgs) -> None:
 
 
 def _declared_by(server_args: ServerArgs, field: str) -> set[str]:
-    """Who has declared a value for a field so far."""
+    """The names under which a value for a field was declared so far."""
     return {source for source, fields in server_args._resolved_overrides if field in fields}
 
 

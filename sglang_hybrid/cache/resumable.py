@@ -29,7 +29,7 @@ TIMED_TOKENS = 1_024
 
 
 class ResumableView:
-    """Where prompts of one cache can be resumed.
+    """The points where prompts of one cache can be resumed.
 
     events: None where nothing is published of states; of several ranks, the first one publishes.
     scheduler: whose requests use the cache; a hook sets it (hooks/scheduling.py).

@@ -36,7 +36,7 @@ class SplitWatch:
     Args:
         setup: of a server with two pools.
         recent: makes a window of the requests that ended last; None where they are too few. It is
-            called in the thread that calls `on_finish`, the window is made in another one.
+            called in the thread that calls `on_request_end`, the window is made in another one.
         in_force: the policy that the server runs.
         path: where the next server finds the split; None where it does not look.
 
@@ -59,7 +59,7 @@ class SplitWatch:
         self._has_failed = False
         self._thread: threading.Thread | None = None
 
-    def on_finish(self, room: Split | int, *, evicted: bool) -> None:
+    def on_request_end(self, room: Split | int, *, evicted: bool) -> None:
         """A request ended. room: what running requests leave to the cache. evicted: whether the
         cache ever had to evict.
         """
@@ -89,8 +89,8 @@ class SplitWatch:
             self._thread.join()
 
     def _search(self, make: Callable[[], RequestWindow], spec: Spec, most_held: int) -> None:
-        """Whatever goes wrong here, the server goes on. most_held: slots that running requests have
-        held at once.
+        """Compare splits; a failure changes nothing for the server. most_held: slots that running
+        requests have held at once.
         """
         try:
             window = make()
@@ -129,7 +129,7 @@ class SplitWatch:
         return LearntSplit(for_states / (it.bytes - for_states), hits, hits_now, counted)
 
     def _slots(self, found: SplitsFound, room: Split) -> int:
-        """Of the whole pool."""
+        """The slots of the whole pool."""
         return self._setup.slots + found.split.slots - room.slots
 
     def _say(self, found: SplitsFound, room: Split, counted: int) -> str:

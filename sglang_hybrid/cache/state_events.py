@@ -84,7 +84,7 @@ class StateEvents(KVCacheEventRecorder):
 
     @classmethod
     def in_place_of(cls, recorder: KVCacheEventRecorder) -> StateEvents:
-        """With what SGLang's `recorder` was made with, and this server's names of tenants."""
+        """A recorder with the arguments of SGLang's `recorder`, and our names of tenants."""
         return cls(
             tenant_names(),
             page_size=recorder.page_size,
@@ -98,7 +98,7 @@ class StateEvents(KVCacheEventRecorder):
         self._root = tree.root
         tree.listen(self, from_now=True)
 
-    # What the tree of records calls.
+    # Called by the tree of records
 
     def mark_dirty(self, node: Node) -> None:
         self._changed[node] = None
@@ -112,7 +112,7 @@ class StateEvents(KVCacheEventRecorder):
         if told.shown is not None:
             self._hide(node, told.shown)
 
-    # What SGLang calls.
+    # Called by SGLang
 
     def record_store(self, node: Any, medium: Any = None, **_: Any) -> None:
         """Ignored: events are derived from the record tree in `take`."""
@@ -132,7 +132,7 @@ class StateEvents(KVCacheEventRecorder):
         """True if `take` may have something to tell."""
         return bool(self._changed or self._queue)
 
-    # What a reader asks that has missed something.
+    # Snapshots for readers that missed something
 
     def walk(self) -> Iterator[list[PlacedBlocks]]:
         """The events that tell of each node that readers know, parents first. The tree may change
@@ -146,7 +146,7 @@ class StateEvents(KVCacheEventRecorder):
                 yield self._blocks(node, told.shown)
                 stack.extend(node.children.values())
 
-    # How changes become events.
+    # Events of changes
 
     def _settle(self) -> None:
         changed, self._changed = self._changed, {}
@@ -238,8 +238,8 @@ class StateEvents(KVCacheEventRecorder):
             self._queue.append(BlockRemoved(block_hashes=hashes[-1:], medium=MEDIA[state]))
 
     def _hashes(self, node: Node, begin: int = 0) -> list[int]:
-        """Of the blocks of `node` from its block `begin` on: 64 bits of SGLang's hash of all tokens
-        up to the block's end, as SGLang publishes them. A tenant's are its own.
+        """The hashes of the blocks of `node` from its block `begin` on: 64 bits of SGLang's hash of
+        all tokens up to the block's end, as SGLang publishes them. A tenant's are its own.
         """
         key = node.payload.key
         texts = self._node_event_hash_values(node.payload)[begin:]

@@ -1,4 +1,5 @@
-"""Between the cache and the tuner: what ended is told to the tuner, its choice is put into force.
+"""Connects the cache and the tuner: ended requests are told to the tuner, its choice is put into
+force.
 
 Every rank has a `Tuning`; the one that receives requests also has the tuner and the recorded file.
 """
@@ -89,7 +90,7 @@ class Tuning:
         """True if it must be told of requests that ended."""
         return (self.tuner, self.file, self.recorder) != (None, None, None)
 
-    def finished(
+    def on_request_end(
         self,
         req: Req,
         up_to: int,
@@ -120,9 +121,9 @@ class Tuning:
         if self.recorder is not None:
             self.recorder.add(record)
         if self.tuner is not None:
-            self.tuner.on_finish(record, evicted=evicted)
+            self.tuner.on_request_end(record, evicted=evicted)
         if self.splits is not None:
-            self.splits.on_finish(room, evicted=evicted)
+            self.splits.on_request_end(room, evicted=evicted)
 
     def recent(self) -> Callable[[], RequestWindow] | None:
         """Makes a window of the latest finished requests, in any thread; None where they are too

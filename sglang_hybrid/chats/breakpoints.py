@@ -1,4 +1,4 @@
-"""At which token of a prompt a block of a chat ends.
+"""Finds the token of a prompt at which a block of a chat ends.
 
 A block's end is found by changing what comes after it: the prompt is rendered again with the block
 continued, and the text that both renderings share ends where the block does. That holds for any
@@ -67,8 +67,8 @@ def token_positions(
     ids: Sequence[int],
     places: Sequence[BlockEnd],
 ) -> list[int | None]:
-    """Where each place lies in `ids` [n], the tokens of `text`: tokens before it; None where that
-    is not known.
+    """The position of each place in `ids` [n], the tokens of `text`: tokens before it; None where
+    that is not known.
 
     tokenizer: a fast one of transformers; any other tells no offsets, so nothing is known.
     encode_kwargs: with which `text` was tokenized.
@@ -96,9 +96,9 @@ def token_positions(
 def with_images(
     ids: Sequence[int], expanded: Sequence[int], positions: Sequence[int]
 ) -> dict[int, int]:
-    """Where `positions` in `ids` [n], in which one token stands for an image, lie in `expanded`
-    [m], in which the same token stands there as often as the image has tokens. Those behind a
-    place where the two differ otherwise are left out.
+    """The places in `expanded` [m] of `positions` in `ids` [n]. In `ids` one token stands for an
+    image; in `expanded` the same token stands there as often as the image has tokens. Those behind
+    a place where the two differ otherwise are left out.
     """
     found: dict[int, int] = {}
     at, last = 0, max(positions, default=0)

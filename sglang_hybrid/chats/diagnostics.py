@@ -1,4 +1,5 @@
-"""Why a prompt was not read from the cache: what differs from an earlier request of its client.
+"""Diagnoses why a prompt was not read from the cache: what differs from an earlier request of its
+client.
 
 Clients of Anthropic and OpenAI name the answer to an earlier request. The two requests are compared
 part by part, in the order in which prompts depend on them. What is kept for that stays in the
@@ -26,7 +27,7 @@ from sglang_hybrid.explain.changing_text import same_behind
 from sglang_hybrid.serving.tenants import Tenant, tenant_of_prompt
 
 MOST_BYTES = 64 << 20
-"""Of all requests that are kept; the tenant that holds most loses its oldest one first."""
+"""Bytes of all requests that are kept; the tenant that holds most loses its oldest one first."""
 
 MARKS: Final = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Fields that a prompt does not depend on."""
@@ -77,7 +78,7 @@ class SentPrompt:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a request first differs from an earlier one.
+    """The place where a request first differs from an earlier one.
 
     path: of the part. before, now: text of the earlier request and of this one around that place;
     empty where the part is missing. shared_tokens: at the beginning of both prompts. missed_tokens:

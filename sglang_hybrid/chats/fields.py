@@ -21,8 +21,8 @@ class PromptCacheBreakpoint(BaseModel):
 
 
 class PromptCacheOptions(BaseModel):
-    """Of a whole request. ttl: for breakpoints without one of their own. comparison_response_id: of
-    the response whose prompt this one is compared with (/v1/responses).
+    """The options of a whole request. ttl: for breakpoints without one of their own.
+    comparison_response_id: of the response whose prompt this one is compared with (/v1/responses).
     """
 
     mode: Literal["implicit", "explicit"] = "implicit"

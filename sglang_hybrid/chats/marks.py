@@ -1,4 +1,4 @@
-"""From the blocks that a chat request marks to declared positions, for every endpoint.
+"""Turns the blocks that a chat request marks into declared positions, for every endpoint.
 
 An endpoint's module finds its marked blocks and makes the variants of a request; this one renders
 them and writes the positions into the request for the scheduler.

@@ -24,7 +24,7 @@ from sglang_hybrid.chats.fields import PromptCacheBreakpoint, PromptCacheOptions
 from sglang_hybrid.chats.marks import MarkedBlock, declare
 
 MOST_BREAKPOINTS = 4
-"""Of the marked parts of a request, the last ones count."""
+"""The number of marked parts of a request that count: the last ones."""
 
 REASONS: Final = {PartKind.MODEL: "model", PartKind.TOOLS: "tools", PartKind.MESSAGES: "input"}
 """The names of changed parts in `prompt_cache_diagnostics`."""

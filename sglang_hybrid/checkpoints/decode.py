@@ -18,7 +18,7 @@ _grid: int | None = None
 
 
 def plan_for(page_size: int, drafted: int | None = None, *, lazily: bool = False) -> None:
-    """From now on this process tracks decode states for a tree of `page_size`.
+    """Let this process track decode states for a tree of `page_size`.
 
     drafted: tokens that a step of speculative decoding reads of a request; None without. lazily:
     the second slot comes only where a state is near (`extra_buffer_lazy`).
@@ -31,7 +31,7 @@ def plan_for(page_size: int, drafted: int | None = None, *, lazily: bool = False
 
 
 def leave_to_sglang() -> None:
-    """From now on this process tracks decode states every `--mamba-track-interval` tokens."""
+    """Let this process track decode states every `--mamba-track-interval` tokens."""
     global _grid
     _grid = None
 

@@ -1,4 +1,4 @@
-"""Where messages begin in a prompt's token ids, learnt from the tokenizer's chat template.
+"""Finds where messages begin in a prompt's token ids, learnt from the tokenizer's chat template.
 
 Short conversations are rendered with contents that differ in one message. What stays the same
 between two contents is the template's: the end of one message and the opener of the next. Where the
@@ -353,7 +353,7 @@ class _Probe:
         return bool(self._special_at(ids))
 
     def _special_at(self, ids: Sequence[int]) -> list[int]:
-        """Where added tokens stand."""
+        """The places of added tokens."""
         return [at for at, index in enumerate(ids) if index in self._special_ids]
 
     def _shortest(self, header: list[int]) -> list[int]:
@@ -408,7 +408,7 @@ def _contains(ids: list[int], part: Sequence[int]) -> bool:
 
 
 def _find(ids: npt.NDArray[np.int64], part: Sequence[int]) -> npt.NDArray[np.intp]:
-    """Where a sequence occurs."""
+    """The places where a sequence occurs."""
     last = len(ids) - len(part)
     if last < 0:
         return np.empty(0, np.intp)

@@ -141,7 +141,9 @@ class Planner:
         return list(self._open.items())
 
     def next_cut(self, req: Req, start: int, end: int) -> int | None:
-        """Where a forward of tokens [start, end) must stop for a state, if kernels need that."""
+        """The position where a forward of tokens [start, end) must stop for a state, if kernels
+        need that.
+        """
         plan = self._plans.get(req)
         if self.one_pass or plan is None:
             return None
@@ -208,7 +210,7 @@ class Planner:
         return ready
 
     def drop(self, req: Req) -> None:
-        """`req` goes away: what is under way for it will not be published."""
+        """Give up what is under way for `req`: it will not be published."""
         plan = self._plans.pop(req)
         if plan is None:
             return

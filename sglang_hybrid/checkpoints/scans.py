@@ -164,8 +164,8 @@ def scans_in_float32(model_runner: Any) -> bool:
 
 
 def why_split(model_runner: Any) -> str | None:
-    """Why a prefill of this SGLang ``ModelRunner`` cannot write the states that a batch asks for,
-    so that it is split at the positions instead; None if it can.
+    """The reason why a prefill of this SGLang ``ModelRunner`` cannot write the states that a batch
+    asks for, so that it is split at the positions instead; None if it can.
 
     Where it cannot: backends, kernels and layers that are not in `SCANS`, slots that hold more than
     we write, layers that several ranks compute together, and layers inside a CUDA graph. To be

@@ -79,7 +79,9 @@ class Tails:
         }
 
     def begin(self, pool: Tensor) -> None:
-        """Before the scan, which overwrites what sequences start from. pool [slots, Hv, Dv, Dk]."""
+        """Called before the scan, which overwrites what sequences start from. pool [slots, Hv, Dv,
+        Dk].
+        """
         if self._has_near:
             pool[self._slots[self._near]] = pool[self._starts[self._near]]
 

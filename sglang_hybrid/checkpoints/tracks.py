@@ -195,8 +195,9 @@ class PrefillTracks:
         return StateWriter(self, ssm_states)
 
     def begin(self, ssm_states: Tensor) -> None:
-        """Before a scan, which gets its writer by `taken_writer`. ssm_states: the layer's pool
-        [slots, ...]."""
+        """Called before a scan, which gets its writer by `taken_writer`. ssm_states: the layer's
+        pool [slots, ...].
+        """
         if self._tails is not None:
             self._tails.begin(ssm_states)
         _writer.set(self.into(ssm_states))
@@ -301,7 +302,7 @@ class SequenceWriter:
 
     @property
     def positions(self) -> list[int]:
-        """After how many tokens a state is wanted, each once, in order."""
+        """The numbers of tokens after which a state is wanted, each once, in order."""
         return sorted({tokens for tokens, _ in self.asked})
 
     def put(self, state: Tensor, tokens: int) -> None:
@@ -365,7 +366,7 @@ def check(tracks: StateTracks, prefix_lens: list[int], extend_lens: list[int]) -
 
 
 _writer: ContextVar[StateWriter | None] = ContextVar("_writer", default=None)
-"""Of the layer whose scan comes next, and None outside of layers that leave states."""
+"""The writer of the layer whose scan comes next, and None outside of layers that leave states."""
 
 
 def taken_writer() -> StateWriter | None:

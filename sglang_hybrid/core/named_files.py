@@ -19,7 +19,7 @@ import msgspec
 T = TypeVar("T")
 
 MOST_BYTES: Final = 1 << 30
-"""Of a file that is held as a whole, and of a line of a longer one."""
+"""Bytes of a file that is held as a whole, and of a line of a longer one."""
 
 MOST_TEXT: Final = 1 << 26
 """Bytes of a prompt, a chat, a config or a table."""

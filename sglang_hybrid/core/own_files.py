@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 UNFINISHED = f".{secrets.token_hex(4)}.tmp"
 """End of the names under which this process writes files."""
@@ -38,6 +40,30 @@ def own_caches() -> Path:
     """
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / OWN_FOLDER
+
+
+def check_owner(path: Path, others: int = stat.S_IWGRP | stat.S_IWOTH) -> None:
+    """Raises PermissionError unless `path`, which may be a link, is this user's or root's and has
+    none of the bits `others`.
+    """
+    found = path.lstat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & others:
+        raise PermissionError(
+            f"another user may write {path}, so it is not used; remove it, or set XDG_CACHE_HOME"
+        )
+
+
+def lock_within(file: int | IO[str], seconds: float) -> bool:
+    """Lock an open file for this process alone; False if another one holds it for so long."""
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= ends:
+                return False
+            time.sleep(0.01)
 
 
 def identity_of(facts: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from sglang_hybrid import __version__
 from sglang_hybrid.core.sentences import meant, say, shown
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 FAILED: Final = 1
 USAGE_ERROR: Final = 2
@@ -98,34 +99,21 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     """The reader of an option that is a whole number from `least` to `most`. As all readers here,
     it raises ArgumentTypeError.
     """
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:  # more than 4,300 digits, too
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"{shown(text)} is not a whole number from {least:,} to {most:,}"
-            )
-        return value
-
-    return read
+    return _within(int, least, most, f"a whole number from {least:,} to {most:,}")
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
     """The reader of an option that is a number from `least` to `most`."""
+    return _within(float, least, most, f"a number from {least:g} to {most:g}")
 
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:  # nor NaN
-            raise argparse.ArgumentTypeError(
-                f"{shown(text)} is not a number from {least:g} to {most:g}"
-            )
-        return value
+
+def _within(make: Callable[[str], N], least: N, most: N, what: str) -> Callable[[str], N]:
+    def read(text: str) -> N:
+        with suppress(ValueError):  # more than 4,300 digits, too
+            value = make(text)
+            if least <= value <= most:  # nor NaN
+                return value
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not {what}")
 
     return read
 

@@ -1,4 +1,4 @@
-"""Why was a prompt not hit further? What is noted for the answer, and the answer.
+"""Explains why a prompt was not hit further: the notes for the answer, and the answer.
 
 No decision of the cache depends on anything here.
 """

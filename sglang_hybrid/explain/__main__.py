@@ -37,7 +37,7 @@ LONGEST = 500
 
 
 class Failed(ValueError):
-    """Why there is no report, in one sentence."""
+    """The reason why there is no report, in one sentence."""
 
 
 @program

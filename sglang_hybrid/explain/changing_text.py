@@ -27,7 +27,7 @@ RUN = 16
 """Equal tokens after which two prompts go on alike."""
 
 LEAST_TOKENS = 32
-"""That are equal again behind the text, for it to count."""
+"""The least tokens that are equal again behind the text, for it to count."""
 
 MOST_TEXTS = 4
 """Changing texts of one prompt that are passed."""

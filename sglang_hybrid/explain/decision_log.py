@@ -71,7 +71,7 @@ class DecisionLog:
         shadow_tree = self._cache.shadow_tree
         return None if shadow_tree is None else shadow_tree.clock.stamp
 
-    # What became of states and KV.
+    # Decisions about states and KV
 
     @contextmanager
     def making_room_for(self, request: CheckpointRequest | None) -> Iterator[None]:
@@ -138,7 +138,7 @@ class DecisionLog:
         if len(self.recent):  # not the first time, when the cache is built
             self.decisions.clear(self.now())
 
-    # What requests found.
+    # Look-ups of requests
 
     def on_lookup(self, req: Req, report: RequestReport, kv: int, node: UnifiedTreeNode) -> None:
         """A look-up of `req`, not always its first, ended at `node`, from which `req` would resume.

@@ -1,5 +1,5 @@
-"""Why checkpoints are not there: a bounded log of states that were not taken and of what was
-evicted.
+"""Records why checkpoints are not there: a bounded log of states that were not taken and of what
+was evicted.
 
 An entry is filed under its tenant, a position and the hash of all tokens before that position. So
 it is found from a prompt's tokens alone, even if the tree has changed since. A prefix hash is

@@ -1,4 +1,4 @@
-"""Why was this prompt not hit further? The report that one tenant gets."""
+"""The explanation why a prompt was not hit further: the report that one tenant gets."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Explanation:
         )
 
     def unknown(self, request_id: str) -> str:
-        """That no request of this tenant has this id, in one sentence."""
+        """The sentence that no request of this tenant has this id."""
         recent = self._decision_log.recent
         count = len(recent.of(self._tenant))
         return (

@@ -31,8 +31,8 @@ class ExplainReqOutput(BaseReq):
 
 
 class ResidencyReq(BaseReq):
-    """Where prefixes of a tenant are stored. Each is the index of an earlier one that it continues,
-    -1 for none, and its tokens behind that.
+    """A question for the tiers of prefixes of a tenant. Each is the index of an earlier one that it
+    continues, -1 for none, and its tokens behind that.
     """
 
     only_reads: ClassVar[bool] = True

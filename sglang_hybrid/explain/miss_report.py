@@ -1,4 +1,4 @@
-"""Why a prompt was not hit further: a server's report.
+"""The report why a prompt was not hit further.
 
 The server fills a `MissReport` (`explanation.py`) and sends it as JSON; `render.py` says it in
 words. Positions are tokens from the prompt's start. Times are seconds, counted back from
@@ -15,7 +15,7 @@ from sglang_hybrid.serving.telemetry.stats import ChangingText
 
 
 class Reason(Enum):
-    """Why no checkpoint is at a position."""
+    """The reason why no checkpoint is at a position."""
 
     NOT_WANTED = "not_wanted"  # nobody asked for one there
     MICRO_BRANCH = "micro_branch"  # it would have gained too few tokens
@@ -27,7 +27,7 @@ class Reason(Enum):
 
 
 class UnstoredReason(Enum):
-    """Why KV is not stored further than it is."""
+    """The reason why KV is not stored further than it is."""
 
     NEW = "new"  # never sent before
     EVICTED = "evicted"
@@ -169,7 +169,7 @@ class BelowDevice(msgspec.Struct):
 
 
 class MissReport(msgspec.Struct):
-    """Where a prompt matches and why not deeper.
+    """The match of a prompt, and the reasons why it is not deeper.
 
     usable: tokens that can be hit: all but the last one, in whole pages. kv: how far KV is stored.
     hit: where the prefill resumes. checkpoint: the state that it resumes from. deeper: where one

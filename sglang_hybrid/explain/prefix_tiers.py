@@ -1,4 +1,4 @@
-"""In which tiers prefixes are stored: their KV, and the state at the end. Nothing is changed."""
+"""Tiers in which prefixes are stored: their KV, and the state at the end. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Place = tuple[str, str | None]
-"""Where the KV of a prefix is, and the state at its end; None for a model without states."""
+"""The tiers of the KV of a prefix, and of the state at its end; None for a model without states."""
 
 
 class StoredIn(IntEnum):
@@ -144,7 +144,7 @@ def _tier(node: Any, component: ComponentType) -> StoredIn:
 
 
 def fastest(answers: Sequence[Sequence[Sequence[str | None]]]) -> list[Place]:
-    """Of the answers of several data-parallel ranks, the fastest tier for each prefix. answers
+    """The fastest tier for each prefix among the answers of several data-parallel ranks. answers
     [ranks, prefixes]; ranks without a cache have none.
     """
     order = [tier.name.lower() for tier in StoredIn]

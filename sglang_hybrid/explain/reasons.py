@@ -1,4 +1,4 @@
-"""Why a position holds no state, and why KV is not stored, from the recorded decisions."""
+"""Finds why a position holds no state, and why KV is not stored, from the recorded decisions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Reasons:
         )
 
     def nothing_noted(self, position: int, hit: int, *, branch: bool) -> MissedCheckpoint:
-        """Why a position holds no state that no decision tells of."""
+        """The reason why a position holds no state that no decision tells of."""
         cache = self._cache
         gain = position - hit
         kind = Kind.BRANCH.value if branch else None

@@ -59,9 +59,11 @@ class RecentRequest:
 
 
 RecentRequests: TypeAlias = Latest[RecentRequest]
-"""By request id."""
+"""Recent requests by request id."""
 
 
 def newest(recent: RecentRequests, tenant: Tenant) -> float | None:
-    """When the newest remembered request of `tenant` came, seconds of the cache's clock."""
+    """The time at which the newest remembered request of `tenant` came, seconds of the cache's
+    clock.
+    """
     return max((seen.at for seen in recent.of(tenant) if seen.at is not None), default=None)

@@ -328,7 +328,7 @@ def _ago(seconds: float | None) -> str:
 
 
 def _span(seconds: float) -> str:
-    """To about two digits."""
+    """A span of seconds, to about two digits."""
     for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -50,7 +50,7 @@ BYTES_PER_TOKEN = 16
 """A token id in JSON takes fewer, its comma and blanks included."""
 
 BYTES_BESIDE_TOKENS = 64 << 10
-"""Of a body: keys, salt and request id."""
+"""Bytes of a body beside tokens: keys, salt and request id."""
 
 
 class Question(msgspec.Struct):
@@ -131,8 +131,9 @@ def _with_line(answer: ExplainReqOutput, manager: TokenizerManager) -> dict[str,
 @router.get("/hybrid_cache/resumable")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)  # it tells what others sent
 async def resumable(cursor: str | None = None, status: bool = False) -> JSONResponse:
-    """Where prompts can be resumed, of each data-parallel rank: a page of it, the next one where a
-    `cursor` is given, or without the events (`?status=1`). docs/replicas.md has the format.
+    """The points where prompts can be resumed, of each data-parallel rank: a page of it, the next
+    one where a `cursor` is given, or without the events (`?status=1`). docs/replicas.md has the
+    format.
     """
     from sglang.srt.entrypoints.http_server import get_global_state
 

@@ -22,7 +22,7 @@ class HookError(RuntimeError):
 
 
 class HookKind(Enum):
-    """When ours runs, and what it is called with.
+    """The time at which ours runs, and its arguments.
 
     BEFORE: `ours(*args, **kwargs)` returns (args, kwargs) for the function, or None to leave them.
     AFTER: `ours(result, *args, **kwargs)` returns another result, or None to leave it.

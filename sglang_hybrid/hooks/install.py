@@ -26,8 +26,8 @@ def by_module() -> dict[str, tuple[Hook, ...]]:
 
 
 def on_import(lacking: Collection[Need]) -> None:
-    """From now on, hooks are put around the functions of a module when it is imported, which raises
-    `HookError` if they cannot be. lacking: needs whose hooks are left out.
+    """Have hooks put around the functions of a module when it is imported, which raises `HookError`
+    if they cannot be. lacking: needs whose hooks are left out.
     """
     sha256 = load_hashes()
     for name, hooks in by_module().items():

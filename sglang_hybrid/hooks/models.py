@@ -58,8 +58,8 @@ def multiply_by_lm_head(
 
 
 def forget_old_weights(refused: str | None, model: Any = None) -> None:
-    """Before weights are updated in place: layers' methods forget what they derived from them
-    (`forget_derived_weights(layer)`), and the disk tier is told.
+    """Called before weights are updated in place: layers' methods forget what they derived from
+    them (`forget_derived_weights(layer)`), and the disk tier is told.
     """
     if refused is not None:
         return

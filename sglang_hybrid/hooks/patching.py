@@ -163,7 +163,7 @@ class FilePatch:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a hunk's lines are in a file (`begin` to `end`), and what they become."""
+    """The place of a hunk's lines in a file (`begin` to `end`), and the new lines."""
 
     begin: int
     end: int
@@ -217,7 +217,7 @@ def change_lines(
 
 
 def _nearest(lines: list[str], wanted: list[str], begin: int, expected: int) -> int | None:
-    """Where the lines `wanted` are in `lines[begin:]`, nearest to `expected`; None if nowhere."""
+    """The index in `lines[begin:]` of the lines `wanted` nearest to `expected`; None if nowhere."""
     size = len(wanted)
     begins = (at for at in range(begin, len(lines)) if lines[at] == wanted[0])
     places = (at for at in begins if lines[at : at + size] == wanted)

@@ -142,7 +142,7 @@ async def end_on_signal(watch: Callable[[Any], Awaitable[None]], manager: Any) -
 
 
 def kill_process_tree(kill: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Where SGLang kills its own processes, `shutdown.py` does it."""
+    """Have `shutdown.py` kill processes where SGLang kills its own."""
     from sglang_hybrid.serving import shutdown
 
     shutdown.kill_process_tree(*args, **kwargs)

@@ -94,7 +94,7 @@ def loaded_source(found: object) -> str | None:
 
 
 def paths_of(module: str) -> tuple[str, str]:
-    """Where the file of a module may be."""
+    """The paths that the file of a module may have."""
     place = module.replace(".", "/")
     return f"{place}.py", f"{place}/__init__.py"
 

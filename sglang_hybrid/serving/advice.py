@@ -103,7 +103,7 @@ class ServerSetup:
 
     @property
     def bytes(self) -> int:
-        """Of both pools. No advice needs more, since there may be no more."""
+        """The bytes of both pools. No advice needs more, since there may be no more."""
         return self.slots * self.state_bytes + self.kv_tokens * self.kv_bytes
 
     @property

@@ -9,7 +9,7 @@ import requests
 from sglang_hybrid.core.named_files import decode_json
 
 MOST_BYTES: Final = 1 << 27
-"""Of an answer: the token ids of the longest prompt."""
+"""The most bytes of an answer: the token ids of the longest prompt."""
 
 PIECE: Final = 1 << 16
 

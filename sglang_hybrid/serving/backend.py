@@ -1,4 +1,5 @@
-"""When a server gets `--radix-cache-backend hybrid`, and what that backend cannot be combined with.
+"""Decides whether a server gets `--radix-cache-backend hybrid`, and checks what that backend cannot
+be combined with.
 
 Decided from the command line, before the model is loaded.
 """

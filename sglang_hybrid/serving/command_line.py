@@ -23,7 +23,9 @@ _FIELD = re.compile(r"^    ([a-z0-9_]+):", re.MULTILINE)
 _READABLE = re.compile(r"\d+$")
 
 LIKE = 0.75
-"""Of 1, how much a misspelt flag is like the one that it may mean, of which there are hundreds."""
+"""The least likeness, of 1, of a misspelt flag and the one that it may mean, of which there are
+hundreds.
+"""
 
 
 def sglang_flags() -> set[str]:

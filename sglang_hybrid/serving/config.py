@@ -62,7 +62,7 @@ class HybridConfig:
     a part of what the flag above it says.
     """
 
-    # What is kept and what is evicted.
+    # Admission and eviction
     hybrid_eviction: Eviction = flag(
         Eviction.AUTO,
         "what is evicted first when KV or state slots run short: the node that saves the "
@@ -103,7 +103,7 @@ class HybridConfig:
         "answer a prompt that was asked twice without a forward when it comes again: the state "
         "behind its last token is kept, and the hidden state from which its first token is sampled",
     )
-    # Which request runs when.
+    # Order of requests
     hybrid_schedule: Schedule = flag(
         Schedule.SGLANG,
         "in which order waiting requests run: of those at the front of the queue, first "
@@ -119,7 +119,7 @@ class HybridConfig:
     hybrid_schedule_window: int = 128
     hybrid_schedule_overtaken: int = 64
     hybrid_schedule_seconds: float = 60.0
-    # What is learnt from traffic, and what is computed before it.
+    # Learning from traffic, and prewarming
     hybrid_tuner_workers: int = flag(
         0,
         "processes that replay recent requests under other policies: now and then, at the lowest "
@@ -141,7 +141,7 @@ class HybridConfig:
         "budget_mb",
         metavar="FILE",
     )
-    # Memory and disk below the device.
+    # Memory and disk below the device
     hybrid_disk_folder: str = flag(
         "",
         "where --hicache-storage-backend file keeps KV and states: in a folder "
@@ -182,7 +182,7 @@ class HybridConfig:
         metavar="CODEC",
         read=codec(NO_CODED_ENTRIES.codec),
     )
-    # Whose a request is.
+    # Tenants
     hybrid_tenants: str = flag(
         "",
         "what makes tenants, and whether one is required: beside extra_key, cache_salt and the "
@@ -191,7 +191,7 @@ class HybridConfig:
         metavar="WORDS",
         read=tenants,
     )
-    # What an operator sees.
+    # For operators
     hybrid_hosts: str = flag(
         "",
         "names by which this server may be asked at /hybrid_cache/: with commas between them, "
@@ -205,7 +205,7 @@ class HybridConfig:
         "a live page of the cache at /hybrid_cache/: it takes the admin key if one is set, and "
         "shows lengths and hashes of what was sent (lengths), or its text, too (text)",
     )
-    # The model of a server without --model-path.
+    # The model of a server without --model-path
     hybrid_default_model: str = flag(
         TRAINED,
         "the embedded tiny model that is served without --model-path: trained, which "
@@ -332,7 +332,7 @@ class HybridConfig:
         }
 
     def _texts(self) -> dict[str, str]:
-        """Of flags and variables, as `_from` reads them."""
+        """The texts of flags and variables, as `_from` reads them."""
         texts = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -346,7 +346,7 @@ class HybridConfig:
 
     @classmethod
     def _from(cls, values: Mapping[str, Any]) -> HybridConfig:
-        """Of values by flag; one that says several settings has them by their fields."""
+        """The settings of values by flag; a value of several settings has them by their fields."""
         known: dict[str, Any] = {}
         for name, value in values.items():
             known |= value if isinstance(value, dict) else {name: value}
@@ -365,7 +365,7 @@ VARIABLES: dict[str, Callable[[str], Any]] = {
     for setting in fields(HybridConfig)
     if VARIABLE in setting.metadata
 }
-"""By the name of a setting that is a variable and no flag, what reads its text."""
+"""The readers of settings that are variables and no flags, by their names."""
 
 PARTS = {setting.name for setting in fields(HybridConfig) if not setting.metadata}
 """Settings that the value of another flag sets, as `--hybrid-eviction marconi:0.7`."""

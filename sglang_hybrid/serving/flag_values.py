@@ -65,7 +65,7 @@ class Admission(Enum):
 
 
 class Schedule(Enum):
-    """In which order waiting requests run. SGLANG: as --schedule-policy says."""
+    """Orders in which waiting requests run. SGLANG: as --schedule-policy says."""
 
     SGLANG = "sglang"
     WINDOW = "window"

@@ -28,7 +28,7 @@ LOADS = "sglang_loads_"
 """The beginnings of names of shared memory that is known to the resource tracker."""
 
 SGLANG_PROCESSES = "sglang.srt.managers."
-"""Where the functions are that SGLang starts as processes."""
+"""The package of functions that SGLang starts as processes."""
 
 REAP_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
@@ -95,8 +95,8 @@ def is_tracker(pid: int) -> bool:
 
 
 def ignore_signals_for_the_first_process() -> None:
-    """In a process that SGLang has started: do nothing on Ctrl-C or SIGTERM, and end with the first
-    process. Any other process keeps what it does on signals.
+    """Called in a process that SGLang has started: do nothing on Ctrl-C or SIGTERM, and end with
+    the first process. Any other process keeps what it does on signals.
 
     A terminal, a shell and systemd send them to every process; the first one ends the others when
     their time has come.
@@ -114,7 +114,7 @@ def ignore_signals_for_the_first_process() -> None:
 
 
 def _tell_tracker(command: str, name: str) -> None:
-    """Of a file in /dev/shm, if it is of a kind that the tracker is told of."""
+    """Tell the tracker of a file in /dev/shm, if it is of a kind that the tracker is told of."""
     tracker = resource_tracker._resource_tracker
     if getattr(tracker, "_fd", None) is None:
         return

@@ -84,7 +84,7 @@ TITLE = "sglang::"
 
 @dataclass
 class _End:
-    """Why the server ends, once it does. status: its exit status. open: requests that wait for
+    """The end of the server, and its reason. status: its exit status. open: requests that wait for
     their answers, or for the rest of them.
     """
 
@@ -181,7 +181,7 @@ async def end_on_signal(manager: TokenizerManager) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    # What SGLang's processes send to the first one when they fail.
+    # Sent by SGLang's processes to the first one when they fail.
     loop.add_signal_handler(signal.SIGQUIT, on_death, "a process, which reported an error,")
     watch = _watch(loop, on_death)
     note_shared_memory()

@@ -64,8 +64,8 @@ def remove_private_files() -> None:
 
 
 def tell_failure(error: BaseException) -> bool:
-    """In a process that fails at its start: note `error` for the first process. False if nobody
-    reads it, as in an `sglang.Engine`.
+    """Called in a process that fails at its start: note `error` for the first process. False if
+    nobody reads it, as in an `sglang.Engine`.
     """
     path = os.environ.get(REPORT)
     if path is None:
@@ -82,7 +82,7 @@ def tell_failure(error: BaseException) -> bool:
 
 
 def failure() -> str | None:
-    """In the first process: the error that was noted, None if there is none."""
+    """The error that was noted for the first process, None if there is none."""
     path = os.environ.get(REPORT)
     try:
         return None if path is None else Path(path).read_text()
@@ -103,7 +103,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where an error without a message was raised, and the line of source that did."""
+    """The place where an error without a message was raised, and that line of source."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""

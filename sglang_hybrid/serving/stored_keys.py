@@ -75,8 +75,8 @@ def is_exact_part(extra_key: str | None) -> bool:
 
 
 def payer(stored: str | None) -> str | None:
-    """Who is charged for what is stored under a key: the client with an API key, or else the extra
-    key as it was sent; None without either.
+    """The payer of what is stored under a key: the client with an API key, or else the extra key as
+    it was sent; None without either.
 
     A `cache_salt`, an adapter, and the parts of the tree that the server keeps apart make no other
     payer, and neither does the extra key of a client with an API key.

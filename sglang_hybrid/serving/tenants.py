@@ -48,7 +48,7 @@ class NamedTenant(NamedTuple):
 
     @property
     def payer(self) -> str | None:
-        """Who is charged for what this tenant holds (`core/records/shares.py`)."""
+        """The payer of what this tenant holds (`core/records/shares.py`)."""
         return payer(self.extra_key)
 
 

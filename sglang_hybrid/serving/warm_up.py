@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 MODULE = "sglang.srt.entrypoints.warmup"
 NAME = "hybrid_hits"
-"""Of this warm-up in `--warmups`."""
+"""The name of this warm-up in `--warmups`."""
 
 TOKENS, MORE = 300, 20
-"""Of the prompt that leaves a state, and of what goes on from it: more than one page, and a prefill
-of several tokens.
+"""Tokens of the prompt that leaves a state, and of its continuation: more than one page, and a
+prefill of several tokens.
 """
 
 

@@ -24,7 +24,7 @@ class Store(Protocol):
 
     @property
     def folder(self) -> RankFolder | None:
-        """Where this rank keeps more than objects; None where it cannot."""
+        """The folder where this rank keeps more than objects; None where it cannot."""
         ...
 
     def put(self, kind: str, keys: Sequence[str], contents: Sequence[Bytes]) -> bool:

@@ -99,7 +99,7 @@ class DiskServer(TieredServer):
         Scheduler._prefetch_kvcache(scheduler, req)
 
     def fetched(self, req: Req) -> bool:
-        """Whether `req` may be admitted now."""
+        """True if `req` may be admitted now."""
         handle = req.cache_request_handle
         if not self.cache.check_prefetch_progress(handle):
             return False
@@ -181,8 +181,8 @@ class DiskServer(TieredServer):
         self._wait("lost slots of the host", self._lost)
 
     def _lost(self) -> dict[PoolName, int]:
-        """How many slots of each of the host's pools are neither free nor some node's; none are
-        while something is under way.
+        """The number of slots of each of the host's pools that are neither free nor some node's;
+        none are while something is under way.
         """
         if self._under_way():
             return {}

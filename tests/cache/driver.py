@@ -393,7 +393,7 @@ class Server:
         return req
 
     def look_up(self, req: Req) -> int:
-        """What the scheduler does each time it tries to admit a request; returns the hit length."""
+        """The scheduler's attempt to admit a request; returns the hit length."""
         req.init_next_round_input(self.cache)
         return int(req.prefix_len)
 
@@ -425,7 +425,7 @@ class Server:
         return self._add(req, adder)
 
     def try_to_add(self, req: Req, waiting: Sequence[Req] = ()) -> bool:
-        """What the PrefillAdder says of a request that was looked up; `waiting`: the queue, if it
+        """The PrefillAdder's verdict on a request that was looked up; `waiting`: the queue, if it
         has more.
         """
         return self._add(req, self.adder(waiting or [req]))
@@ -516,7 +516,7 @@ class Server:
         return req
 
     def flush(self) -> None:
-        """What /flush_cache does when nothing runs."""
+        """The effect of /flush_cache when nothing runs."""
         assert not self.running
         self.cache.reset()
         self.pool.clear()
@@ -632,7 +632,7 @@ class Server:
         most_running: int | None = None,
         coming: Sequence[Req] = (),
     ) -> PrefillAdder:
-        """What fills a batch: the cache's own, or SGLang's; made in each round. running: what
+        """The adder of a batch: the cache's own, or SGLang's; made in each round. running: what
         decodes. most_running: how many requests may run at once. coming: those that will wait.
         """
         ours = getattr(self.cache, "prefill_adder_class", None)
@@ -670,7 +670,7 @@ class Server:
         return int(self.cache.account.free + evictable)
 
     def _fits(self, req: Req) -> bool:
-        """What PrefillAdder makes sure of before it admits."""
+        """The conditions that PrefillAdder checks before it admits."""
         lock = self.cache.lock(req.last_node)
         need = _pages(len(req.full_untruncated_fill_ids), self.sizes.page) - req.prefix_len
         fits = self.kv_to_be_had() >= need

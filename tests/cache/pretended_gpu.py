@@ -34,7 +34,7 @@ WAITING = 2
 """Polls after which a copy has arrived that nobody needed, where streams run at once."""
 
 ARRIVES = 0.15
-"""How likely a stream has done all its work at a poll."""
+"""The probability that a stream has done all its work at a poll."""
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ def _name(func: Any) -> str:
 
 
 def _has_an_unknown_shape(name: str, args: list[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the shape of the result is known to the device only."""
+    """True if the shape of the result is known to the device only."""
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
     return name == "where" and len(args) == 1

@@ -38,7 +38,7 @@ KERNELS = {
     (mamba, "transfer_kv_per_layer_direct_pf_lf"): host_copies.per_layer_direct_pf_lf,
     (mamba, "transfer_kv_all_layer_direct_lf_pf"): host_copies.all_layer_direct_lf_pf,
 }
-"""What copies exact rows between host and device."""
+"""The kernels that copy exact rows between host and device."""
 
 OF_SGLANGS_POOL = {
     (mha, "jit_transfer_hicache_one_layer"): host_copies.strided_one_layer,
@@ -104,7 +104,7 @@ def at_once_on(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def copy_rows(
     part: torch.Tensor, content: torch.Tensor, rows: torch.Tensor, *, to_host: bool
 ) -> None:
-    """What the kernel of `host_rows` does."""
+    """The copies of the kernel of `host_rows`."""
     if to_host:
         part[rows] = content
     else:
@@ -112,7 +112,7 @@ def copy_rows(
 
 
 def plainly() -> AbstractContextManager[Any]:
-    """What the device does: nothing of it is the host's."""
+    """The work of the device: nothing of it is the host's."""
     return torch._C.DisableTorchFunction()
 
 

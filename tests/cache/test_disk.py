@@ -78,7 +78,7 @@ def test_what_device_and_host_forgot_is_read_from_the_disk(start: Start) -> None
 
 @dataclass
 class Chaos:
-    """What happens to `server` between two steps of its requests. waiting: those that wait for what
+    """The events of `server` between two steps of its requests. waiting: those that wait for what
     they need from the disk. full: for how many more steps nothing can be written there.
     """
 

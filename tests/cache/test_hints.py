@@ -1,4 +1,4 @@
-"""What clients say of their sessions, on SGLang's tree: the history learns it, misses tell it."""
+"""Hints about sessions, on SGLang's tree: the history learns it, misses tell it."""
 
 from __future__ import annotations
 

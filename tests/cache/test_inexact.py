@@ -1,5 +1,5 @@
-"""What comes from smaller copies is marked, with all that was computed behind it; requests that ask
-for exactness never meet any of it.
+"""Whatever comes from smaller copies is marked, with all that was computed behind it; requests that
+ask for exactness never meet any of it.
 """
 
 from __future__ import annotations

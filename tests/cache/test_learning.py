@@ -1,4 +1,4 @@
-"""What was learnt is read once, sent to all ranks, and written in the background."""
+"""Learnt parameters are read once, sent to all ranks, and written in the background."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def test_it_is_saved_now_and_then_and_when_nothing_happens(store: Any) -> None:
     watch.now = 1_000.0
     assert learning.poll() == [] and learning._writer is None, "nothing was learnt"
     for _ in range(3):
-        learning.finished()
+        learning.on_request_end()
         learning.poll()
     wait_for(learning)
     assert learning.counts.saved == 1
-    learning.finished()
+    learning.on_request_end()
     learning.poll()
     watch.now += IDLE_SECONDS
     learning.poll()
@@ -98,14 +98,14 @@ def test_it_is_saved_now_and_then_and_when_nothing_happens(store: Any) -> None:
     assert learning.counts.saved == 2
     for _ in range(int(2 * SAVE_SECONDS)):
         watch.now += 1.0
-        learning.finished()
+        learning.on_request_end()
         learning.poll()
         wait_for(learning)
     assert learning.counts.saved == 4
 
 
 def test_many_tenants_are_collected_a_few_at_a_step(store: Any) -> None:
-    """Those that come or go meanwhile change nothing for the others."""
+    """Tenants that come or go meanwhile change nothing for the others."""
     history, clock = History(), Clock()
     for number in range(2 * TENANTS_AT_ONCE + 1):
         session = [number] * 40
@@ -159,7 +159,7 @@ def test_a_disk_that_refuses_is_one_line(store: Any, caplog: pytest.LogCaptureFi
 
 def test_without_a_disk_nothing_is_read_or_written() -> None:
     learning, _ = make(taught(8)[0], None)
-    learning.finished()
+    learning.on_request_end()
     assert learning.poll() == []
     learning.save()
     assert learning._writer is None

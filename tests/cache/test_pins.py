@@ -1,4 +1,4 @@
-"""What clients pin, on SGLang's tree: nodes that are kept, for a time, within a share."""
+"""Pins of clients, on SGLang's tree: nodes that are kept, for a time, within a share."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_pins_outlive_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch, days: 
 def test_requests_without_a_stamp_do_not_end_a_pin_before_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of clients that no HTTP server stamps: ticks tell the time."""
+    """Requests of clients that no HTTP server stamps: ticks tell the time."""
     it = server(states=8, kv=400)
     clock, now = it.cache.step_clock, 1_000.0
     monkeypatch.setattr(clock, "read", lambda: now)

@@ -22,7 +22,7 @@ REQUEST = SimpleNamespace()
 
 
 def admission(**given: int) -> _PrefillAdmission:
-    """What SGLang admits; what is not given is 0."""
+    """An admission of SGLang's; what is not given is 0."""
     return _PrefillAdmission(**{one.name: 0 for one in fields(_PrefillAdmission)} | given)
 
 
@@ -38,7 +38,7 @@ def admit(
     from_before: bool = False,
     in_this_batch: bool = False,
 ) -> _PrefillAdmission | AddReqResult:
-    """What becomes of SGLang's verdict if a state is wanted at `cut` and another prefill is
+    """The final verdict, given SGLang's, if a state is wanted at `cut` and another prefill is
     unfinished: one from an earlier batch, or one that this batch begins.
     """
     monkeypatch.setattr(PrefillAdder, "_select_prefill_admission", lambda *_, **__: sglangs)
@@ -203,7 +203,7 @@ class Crowded:
         return self.adder
 
     def go_on(self) -> Req | None:
-        """What is left of the unfinished prefill, as the scheduler asks for it."""
+        """The rest of the unfinished prefill, as the scheduler asks for it."""
         self.prefills.init_next_round_input()
         return self.adder.add_chunked_req(self.prefills)
 

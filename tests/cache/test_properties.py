@@ -62,7 +62,7 @@ operation = st.one_of(
 
 
 class Stored:
-    """What the tree holds, as plain prefixes: where there is KV, and where there is a state."""
+    """The content of the tree, as plain prefixes: where there is KV, and where there is a state."""
 
     def __init__(self, cache: Any, has_states: bool) -> None:
         self.has_states = has_states
@@ -107,7 +107,7 @@ class Stored:
         self.states.clear()
 
     def lookup(self, tokens: list[int]) -> tuple[int, int]:
-        """How far KV reaches, and how far a request can skip."""
+        """The tokens with KV, and those that a request can skip."""
         kv = 0
         while kv + self.page <= len(tokens) and tuple(tokens[: kv + self.page]) in self.kv:
             kv += self.page

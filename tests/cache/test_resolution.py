@@ -138,7 +138,7 @@ TURNED_ON = {"disable_radix_cache": False, "uses_mamba_radix_cache": True}
 def of_minicpm(
     monkeypatch: pytest.MonkeyPatch, config: MiniCPMHybridConfig, **flags: Any
 ) -> dict[str, Any]:
-    """What becomes of SGLang's decision that MiniCPM has no prefix cache: fields by their names."""
+    """The result of SGLang's decision that MiniCPM has no prefix cache: fields by their names."""
     given = {
         "radix_cache_backend": "hybrid",
         "disable_radix_cache": False,

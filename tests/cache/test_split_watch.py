@@ -46,7 +46,7 @@ def watch(
 def feed(it: SplitWatch, count: int, *, evicted: bool = True) -> None:
     room = Split(800, 9)
     for _ in range(count):
-        it.on_finish(room, evicted=evicted)
+        it.on_request_end(room, evicted=evicted)
     it.wait()
 
 
@@ -77,7 +77,7 @@ def test_one_memory_is_named_where_it_hits_more() -> None:
     feed(it, FIRST)
     assert re.search(r"[\d.]+ % with --hybrid-memory one, where that can be had, in", it.advice)
     held, _ = watch(FEW_TOKENS)
-    held.on_finish(Split(800, 0), evicted=False)
+    held.on_request_end(Split(800, 0), evicted=False)
     feed(held, FIRST)
     assert re.search(r"[\d.]+ % would be hit instead of [\d.]+ % with --hybrid-mem", held.advice)
 
@@ -144,7 +144,7 @@ def test_as_many_requests_may_run_as_have() -> None:
     feed(free, FIRST)
     assert sizes(free.advice)[0] < server.slots
     held, _ = watch(FEW_TOKENS)
-    held.on_finish(Split(800, 0), evicted=False)
+    held.on_request_end(Split(800, 0), evicted=False)
     feed(held, FIRST)
     assert "--max-total-tokens" not in held.advice
     feed(held, FIRST)

@@ -1,4 +1,4 @@
-"""What a reader of KV events knows: where prompts can be resumed, and nothing else."""
+"""Readers of KV events know where prompts can be resumed, and nothing else."""
 
 from __future__ import annotations
 

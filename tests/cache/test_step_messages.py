@@ -1,5 +1,5 @@
-"""What one rank has to tell all of them arrives on all at the same step, however seldom SGLang
-receives (`--scheduler-recv-interval`). Receiver, skipper and loop body are SGLang's own.
+"""Messages of one rank arrive on all ranks at the same step, however seldom SGLang receives
+(`--scheduler-recv-interval`). Receiver, skipper and loop body are SGLang's own.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ REMAINS = {
     ),
     f"{UNPINNED} in backup_from_device_all_layer ({_STATES})": "the same, of states' slots",
 }
-"""What the scheduler's thread still does, and why it does not matter."""
+"""Work that the scheduler's thread still does, and why it does not matter."""
 
 WITH_DIRECT_COPIES = {
     f"a copy between host and device in move_indices ({_CONTROLLER})": (
@@ -298,7 +298,7 @@ def test_what_is_out_of_order_is_found(
 def test_a_batch_waits_on_the_device_for_the_loads_of_others(
     monkeypatch: pytest.MonkeyPatch, *, waits: bool
 ) -> None:
-    """What it resumes from was begun to be loaded before, for it or for somebody else."""
+    """Its load was begun before, for it or for somebody else."""
     if not waits:
         theirs = UnifiedRadixCache.ready_to_load_host_cache
         monkeypatch.setattr(HostTierCache, "ready_to_load_host_cache", theirs)

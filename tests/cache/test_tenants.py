@@ -1,4 +1,4 @@
-"""What a tenant finds, leaves and is told does not depend on what others sent, on the real tree."""
+"""Hits, states and reports of a tenant do not depend on what others sent, on the real tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What host memory below the device is for, and what went wrong elsewhere: one rule each.
+"""Rules of the host memory below the device, and faults seen elsewhere: one test each.
 
 Numbers in brackets are reports about other caches with states, which the rule answers.
 """

@@ -128,7 +128,9 @@ def test_a_model_without_kv_has_no_host_tier() -> None:
 @pytest.mark.parametrize("writes", ["write_through", "write_back"])
 @pytest.mark.parametrize("name", ["two pools", "one memory"])
 def test_nodes_that_only_the_host_has(name: str, writes: str) -> None:
-    """What SGLang reads from disk comes into the tree so: at the root, and where it cuts a node."""
+    """Nodes that SGLang reads from disk come into the tree so: at the root, and where it cuts a
+    node.
+    """
     server = TieredServer.on(SIZES[name], options("reuse"), policy=writes)
     cache, tree = server.cache, server.cache.tree_core
     one, two = list(range(5, 35)), [*range(5, 20), *range(50, 60)]

@@ -142,7 +142,7 @@ def test_a_reply_is_hit_to_its_end(buffers: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("states", [1, 40])
 def test_a_prompt_may_be_longer_than_all_windows(states: int) -> None:
-    """Whether or not there are slots for states at the ends of its chunks."""
+    """With and without slots for states at the ends of its chunks."""
     sizes = Sizes(kv=2_000, states=states, window=WINDOW, kv_of_windows=150)
     server = served(sizes, chunk=64)
     for seed in range(4):

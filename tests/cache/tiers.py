@@ -129,7 +129,7 @@ class TieredServer(Server):
             cache.plan_forward = plan_and_compute
 
     def poll(self) -> None:
-        """What the scheduler does at every step."""
+        """The scheduler's work at every step."""
         self.cache.check_hicache_events()
 
     def probe_node(self, tokens: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""What differs from an earlier request, and who may ask."""
+"""Differences from an earlier request, and who may ask for them."""
 
 from __future__ import annotations
 

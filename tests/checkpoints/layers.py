@@ -724,7 +724,7 @@ def flashinfers_scan(
     checkpoint_every_n_tokens: int,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """What `flashinfer.gdn_prefill.chunk_gated_delta_rule` promises of states: those at the ends,
+    """The contract of `flashinfer.gdn_prefill.chunk_gated_delta_rule` on states: those at the ends,
     and of sequence s those after each so many tokens, from row checkpoint_cu_starts[s] on. g is no
     logarithm. Outputs are noise.
     """

@@ -166,7 +166,7 @@ def test_nothing_is_compiled_without_a_gpu(caplog: pytest.LogCaptureFixture) -> 
 def test_the_start_of_a_server_compiles_where_prefills_leave_states(
     split: str | None, unplanned: str | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `--radix-cache-backend hybrid` calls, with the rest of it left out."""
+    """The calls of `--radix-cache-backend hybrid`, with the rest of it left out."""
     answers = {
         "choose_codecs": [],
         "why_split": split,

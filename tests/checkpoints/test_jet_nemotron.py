@@ -1,4 +1,4 @@
-"""What Jet-Nemotron's layers need beside states inside a prefill."""
+"""Needs of Jet-Nemotron's layers beside states inside a prefill."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_the_last_token_of_each_wanted_sequence_is_left() -> None:
 
 
 def test_each_sequence_keeps_its_own_row_only() -> None:
-    """What is reported as its size is all that it keeps of the batch."""
+    """Its reported size is that of all that it keeps of the batch."""
     wanted = Wanted(list(range(64)))
     wanted.take("processor", "head", torch.zeros(70, 8), [1] * 64)
     for left in wanted.left:

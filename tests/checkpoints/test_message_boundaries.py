@@ -542,7 +542,7 @@ def worker(tokenizer: Any, processor: Any = None) -> SimpleNamespace:
 
 
 def learn(tp_worker: SimpleNamespace, **flags: Any) -> MessageBoundaries:
-    """What a scheduler started with these flags learns."""
+    """The boundaries that a scheduler started with these flags learns."""
     set_global_server_args_for_scheduler(ServerArgs(**{"model_path": "dummy"} | flags))
     return learn_message_boundaries(tp_worker)
 

@@ -1,4 +1,4 @@
-"""What the planner tells a forward to leave, and whose slots these are."""
+"""The planner tells a forward which states to leave, and owns their slots."""
 
 from __future__ import annotations
 

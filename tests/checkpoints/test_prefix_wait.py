@@ -17,7 +17,7 @@ from sglang_hybrid.serving.telemetry.stats import CacheStats
 
 @dataclass(eq=False)
 class Waiting:
-    """What the planner and the family read of a request."""
+    """A request, as far as the planner and the family read it."""
 
     rid: str
     origin_input_ids: list[int]

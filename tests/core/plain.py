@@ -181,7 +181,7 @@ def textbook_marconi(candidates: list[Facts], alpha: float) -> dict[int, float]:
 
 
 def plain_evictions(pool: TierPool) -> list[tuple[Node, bool, int]]:
-    """What a pool would evict, one after the other: each node, if it has a score, and the bytes of
+    """The evictions of a pool, one after the other: each node, if it has a score, and the bytes of
     its own unit and of the KV above it that only led to what is gone.
     """
     pool.candidates()  # everything is described
@@ -193,7 +193,7 @@ def plain_evictions(pool: TierPool) -> list[tuple[Node, bool, int]]:
 
 
 def plain_next_victims(evictions: list[tuple[Node, bool, int]], needed: int) -> list[Node]:
-    """Those with a score among the first that together free so many bytes."""
+    """The nodes with a score among the first that together free so many bytes."""
     found = []
     for node, has_score, freed in evictions:
         if needed <= 0:

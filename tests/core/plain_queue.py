@@ -32,7 +32,7 @@ class PlainQueue:
         self.all.append(Arrived(name, prospect, at, priority))
 
     def waiting(self) -> list[Arrived]:
-        """Those that wait, the most urgent first, then in the order in which they came."""
+        """The waiting requests, the most urgent first, then in the order in which they came."""
         return sorted((one for one in self.all if one.ran is None), key=lambda one: one.priority)
 
     def overtaken(self, one: Arrived) -> int:

@@ -1,4 +1,4 @@
-"""Which positions deserve a checkpoint: one row per rule."""
+"""Positions that deserve a checkpoint: one row per rule."""
 
 from __future__ import annotations
 

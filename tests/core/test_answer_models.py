@@ -32,7 +32,7 @@ class Tenants:
             model.on_return(first, self.now)
         model.give_up(self.now)
         words = [self._random.randrange(10, 30_000) for _ in range(12)]
-        answer = model.on_end([*words, TOOL if first is None else GOODBYE], self.now)
+        answer = model.on_answer_end([*words, TOOL if first is None else GOODBYE], self.now)
         if first is None:
             self.waiting[tenant] = answer
         self.models.on_change(tenant)
@@ -51,7 +51,7 @@ class Tenants:
 
 
 def held(models: AnswerModels) -> int:
-    """What all models take, counted anew."""
+    """The bytes of all models, counted anew."""
     return sum(model.held_bytes for model in models._models.values())
 
 

@@ -1,4 +1,4 @@
-"""What the answer says of a return: it is learnt where it is so, and nothing is where it is not."""
+"""Answers predict returns where they do, and nothing is learnt where they do not."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def agents(model: AnswerModel, rng: random.Random, sessions: int, *, tells: bool
             answer = [rng.randrange(100, 1_000) for _ in range(30)]
             if turn == turns - 1 if tells else rng.random() < 0.3:
                 answer[-1] = GOODBYE
-            waiting = model.on_end(answer, time)
+            waiting = model.on_answer_end(answer, time)
 
 
 def test_it_learns_what_last_answers_look_like() -> None:
@@ -88,8 +88,8 @@ def test_where_answers_tell_nothing_it_says_nothing(seed: int) -> None:
 def test_a_late_return_takes_a_label_back() -> None:
     model = AnswerModel()
     for time in range(20):
-        model.on_return(model.on_end([time], float(time)), time + 1.0)
-    late = model.on_end([GOODBYE], 20.0)
+        model.on_return(model.on_answer_end([time], float(time)), time + 1.0)
+    late = model.on_answer_end([GOODBYE], 20.0)
     model.give_up(21.5)
     assert late.returned is None, "1.5 is less than twice the usual interval"
     model.give_up(23.0)
@@ -108,10 +108,10 @@ def test_patience_follows_the_returns_however_many_there_were(
     """After another 600 returns the last ones alone count."""
     model, now = AnswerModel(), 0.0
     for number in range(before + 600):
-        answer = model.on_end([], now, Hint.RETURNS)
+        answer = model.on_answer_end([], now, Hint.RETURNS)
         now += first if number < before else then
         model.on_return(answer, now)
-    waits, given_up = (model.on_end([], now, Hint.RETURNS) for _ in range(2))
+    waits, given_up = (model.on_answer_end([], now, Hint.RETURNS) for _ in range(2))
     model.give_up(now + 1.9 * then)
     assert waits.returned is None
     model.give_up(now + 2.1 * then)
@@ -129,7 +129,7 @@ def test_what_another_model_gave_up_is_not_taken_back_from_this_one() -> None:
 def test_answers_that_nobody_comes_back_to_are_bounded() -> None:
     """Without any return, nothing is known of how long to wait."""
     model = AnswerModel()
-    answers = [model.on_end([1, 2, 3], float(time)) for time in range(WAITING + 10)]
+    answers = [model.on_answer_end([1, 2, 3], float(time)) for time in range(WAITING + 10)]
     model.give_up(float(WAITING + 10))
     assert [answer.returned for answer in answers[:11]] == 10 * [False] + [None]
     assert model.labels == [10, 0]

@@ -1,4 +1,4 @@
-"""What a prefill gets of what it wants, and what is told of the rest."""
+"""States that a prefill gets of those that it wants, and reports of the rest."""
 
 from __future__ import annotations
 

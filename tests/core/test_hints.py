@@ -51,7 +51,7 @@ def test_hints_given_at_random_do_not_count(returns: float) -> None:
     model, rng = AnswerModel(), random.Random(1)
     for time in range(400):
         hint = Hint.ENDS if rng.random() < 0.25 else None
-        answer = model.on_end([], float(time), hint)
+        answer = model.on_answer_end([], float(time), hint)
         if rng.random() < returns:
             model.on_return(answer, time + 0.5)
         model.give_up(float(time))
@@ -62,7 +62,7 @@ def test_hints_that_say_nothing_do_not_count() -> None:
     model = AnswerModel()
     rng = random.Random(1)
     for time in range(200):
-        answer = model.on_end([], float(time), Hint.ENDS)
+        answer = model.on_answer_end([], float(time), Hint.ENDS)
         if rng.random() < 0.5:
             model.on_return(answer, time + 0.5)
         model.give_up(float(time))
@@ -203,10 +203,10 @@ def test_when_is_worth_knowing_where_all_sessions_go_on() -> None:
     """A return is as likely without a hint; but nobody else says when."""
     model = AnswerModel()
     for time in range(200):
-        answer = model.on_end([], 10.0 * time, Hint.after(5) if time % 4 == 0 else None)
+        answer = model.on_answer_end([], 10.0 * time, Hint.after(5) if time % 4 == 0 else None)
         model.on_return(answer, 10.0 * time + 5.0)
     assert model.expect(answer.features, Hint.RETURNS) is None
-    said = model.on_end([], 9_000.0, Hint.after(5))
+    said = model.on_answer_end([], 9_000.0, Hint.after(5))
     assert said.return_after == pytest.approx(5.0)
     assert bucket_of(said.expected, said.wait) == EXPECTATIONS
 

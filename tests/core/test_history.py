@@ -275,7 +275,7 @@ def test_a_place_has_the_pace_of_its_session() -> None:
 def test_the_oldest_are_forgotten_and_counted_as_cut_short(
     answer_bytes: int, each: int, left: int
 ) -> None:
-    """What is known of an answer takes memory, too."""
+    """Answers take memory, too."""
     history, clock = History(max_bytes=20_000, answer_bytes=answer_bytes), Clock()
     happened = watched(history)
     for i in range(200):
@@ -308,7 +308,7 @@ def test_a_sequence_larger_than_the_bound_is_held_alone() -> None:
 
 
 def test_tenants_know_nothing_of_one_another() -> None:
-    """What a tenant finds, and leaves, is what it finds alone; the index counts both."""
+    """A tenant finds and leaves what it would alone; the index counts both."""
     rng = random.Random(5)
     alone, shared, clock = History(), History(), Clock()
     of_one, of_both = watched(alone), watched(shared)

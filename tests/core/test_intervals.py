@@ -66,7 +66,7 @@ class World:
         known.how = "ended" if what == "end" else "lost"
         del self.open[interval]
         for one in counts:
-            tell = one.on_end if what == "end" else one.on_close
+            tell = one.on_interval_end if what == "end" else one.on_close
             tell(interval, known.reuse_class, known.age_bin)
 
     def plain(self, half_life: float) -> tuple[np.ndarray, np.ndarray]:
@@ -79,7 +79,7 @@ class World:
         return ended, others
 
     def asked(self, counts: IntervalCounts) -> tuple[np.ndarray, np.ndarray]:
-        """What `counts` says; open intervals are in their first bin."""
+        """The content of `counts`; open intervals are in their first bin."""
         ids = np.array(sorted(self.open), dtype=np.int64)
         classes = np.array([self.open[i].reuse_class for i in ids.tolist()], dtype=np.int64)
         return counts.of(np.arange(CLASSES), ids, classes, classes * BINS)
@@ -106,7 +106,7 @@ def test_a_class_weighs_no_more_than_its_memory_however_long_it_goes_on() -> Non
     counts = counting(10.0, classes=1, bins=1)
     for _ in range(100_000):
         counts.on_begin(0, 0)
-        counts.on_end(0, 0, 0)
+        counts.on_interval_end(0, 0, 0)
     ended, others = counts.of(np.array([0]), *np.zeros((3, 0), dtype=np.int64))
     assert ended[0, 0] == pytest.approx(1 / (1 - 2**-0.1))
     assert others[0, 0] == 0

@@ -200,10 +200,10 @@ def test_lengths_are_those_of_the_conversation_then_the_schema_then_the_tenant()
     keys = [("t", "chat", 1), ("t", "schema"), ("t",)]
     assert lengths.predict(keys, 512) == 512
     for tokens in (10, 20, 30):
-        lengths.on_finish([("t", "chat", 2), ("t",)], tokens)
+        lengths.on_request_end([("t", "chat", 2), ("t",)], tokens)
     assert lengths.predict(keys, 512) == pytest.approx(20, rel=0.05)
     for _ in range(3):
-        lengths.on_finish(keys, 200)
+        lengths.on_request_end(keys, 200)
     assert lengths.predict(keys, 512) == pytest.approx(200)
     assert lengths.predict(keys, 64) == 64
     assert lengths.predict([("other",)], 512) == 512, "other tenants' answers say nothing"
@@ -212,9 +212,9 @@ def test_lengths_are_those_of_the_conversation_then_the_schema_then_the_tenant()
 def test_old_answers_fade_and_few_keys_are_kept() -> None:
     lengths = AnswerLengths(most_keys=2)
     for tokens in [10] * 100 + [1_000] * 64:
-        lengths.on_finish(["x"], tokens)
+        lengths.on_request_end(["x"], tokens)
     assert lengths.predict(["x"], 10_000) > 700
-    lengths.on_finish(["y"], 1)
-    lengths.on_finish(["z"], 1)
+    lengths.on_request_end(["y"], 1)
+    lengths.on_request_end(["z"], 1)
     assert len(lengths) == 2
     assert lengths.predict(["x"], 10_000) == 10_000

@@ -1,4 +1,4 @@
-"""Which rank a prompt is sent to: where its prefix is, unless too much waits there."""
+"""The rank that a prompt is sent to: where its prefix is, unless too much waits there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How likely returns are: survival curves against plain loops."""
+"""The probability of returns: survival curves against plain loops."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_what_needs_nothing_now_may_need_it_later() -> None:
 
 
 def test_a_load_is_due_behind_any_number_that_need_nothing() -> None:
-    """What they resume from is on the device, until they are overdue."""
+    """Their prefixes are on the device, until they are overdue."""
     returns = ExpectedReturns()
     for position in range(1_000):
         returns.expect(position, 20.0 + position / 1_000)

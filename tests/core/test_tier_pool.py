@@ -253,7 +253,7 @@ def test_the_kv_that_only_a_leaf_keeps_counts_among_what_goes_with_it(scarce: Sc
 
 
 def test_a_state_that_goes_alone_frees_no_kv_above_it() -> None:
-    """What continues its node still needs that."""
+    """A continuation of its node still needs that."""
     cache = Cache(Lru())
     node = cache.leaf(500, DEVICE)
     cache.tree.split(node, 200, "head", "tail")

@@ -93,7 +93,7 @@ class Container:
             time.sleep(1)
 
     def healthy(self) -> bool:
-        """Whether the image's health check says so."""
+        """True if the image's health check says so."""
         kind, *command = self._check
         assert kind == "CMD"
         chroot = ["chroot", f"--userspec={self._user}", str(self._root)]

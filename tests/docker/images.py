@@ -19,7 +19,7 @@ _INDEX_OPTIONS = ("index-url", "extra-index-url", "find-links", "cert")
 
 
 def why_not() -> str:
-    """What is missing to build images here, or nothing."""
+    """The reason why no images can be built here, or ""."""
     if os.geteuid() != 0:
         return "building an image without a container engine takes root"
     missing = [name for name in ("buildah", "debootstrap", "unshare") if not shutil.which(name)]
@@ -75,7 +75,7 @@ class Images:
         self.buildah("bud", *options, "--file", str(dockerfile), "--tag", name, str(ROOT))
 
     def config(self, name: str) -> dict[str, Any]:
-        """What an image says about how it is run (Docker's `Config`)."""
+        """The settings of an image by which it is run (Docker's `Config`)."""
         found: dict[str, Any] = json.loads(self.buildah("inspect", "--type", "image", name))
         config: dict[str, Any] = found["Docker"]["config"]
         return config

@@ -28,7 +28,7 @@ SAID = {
     "ExposedPorts": "30000/tcp",
     "Labels/org.opencontainers.image.revision": "0123abc",
 }
-"""What the image says about how it is run, by the place in Docker's `Config`."""
+"""The settings of the image by which it is run, by their places in Docker's `Config`."""
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def lost(given: Any, kept: Any, path: str = "") -> list[str]:
 
 
 def test_our_metrics_are_there(registry: CollectorRegistry) -> None:
-    """Those of SGLang are looked for on a server, in tests/server/test_hybrid_cache.py."""
+    """Metrics of SGLang are looked for on a server, in tests/server/test_hybrid_cache.py."""
     ours = {name for name in metrics() if name.startswith("sglang_hybrid")}
     assert {name.partition(":")[0] for name in ours} == {
         *("sglang_hybrid", "sglang_hybrid_router", "sglang_hybrid_shadow")
@@ -84,7 +84,7 @@ def test_a_prometheus_finds_the_alerts() -> None:
 
 @pytest.mark.parametrize("name", ["sglang_hybrid", "sglang_hybrid_router", "sglang"])
 def test_names_of_an_older_prometheus_become_ours(name: str) -> None:
-    """Which gets `_` for `:`; names that are right stay."""
+    """It gets `_` for `:`; names that are right stay."""
     wanted = f"{name}:in_step"
     for found in (wanted, wanted.replace(":", "_")):
         for rule in JOB["metric_relabel_configs"]:

@@ -1,4 +1,4 @@
-"""What can be said of the Dockerfiles without building them."""
+"""Checks of the Dockerfiles without building them."""
 
 import re
 import subprocess

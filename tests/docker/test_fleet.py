@@ -124,7 +124,7 @@ def test_only_the_router_reaches_a_server() -> None:
 
 
 CLOSE_SECONDS = 7
-"""What the end of a server takes itself, at most (docs/flags.md)."""
+"""Seconds that the end of a server takes itself, at most (docs/flags.md)."""
 
 
 def pods() -> list[tuple[dict[str, Any], dict[str, Any]]]:

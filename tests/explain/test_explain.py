@@ -265,7 +265,7 @@ def test_kv_that_went_so_long_ago_that_only_the_history_knows() -> None:
 
 
 def test_a_leaf_that_a_prompt_shares_in_part() -> None:
-    """What was evicted reached further than this prompt goes along with it."""
+    """The evicted edge reached further than this prompt goes along with it."""
     it = server(kv=400)
     serve(it, 150, 0, 1, 2, 3)
     report = explain(it, [*run(40), *run(30, 9)])

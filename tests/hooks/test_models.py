@@ -1,4 +1,4 @@
-"""What hooks on SGLang's models change."""
+"""Changes by hooks on SGLang's models."""
 
 from types import SimpleNamespace
 from typing import Any

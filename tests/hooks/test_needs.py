@@ -1,4 +1,4 @@
-"""What a start does beside an SGLang that lacks a piece: by what the piece is needed for."""
+"""A start beside an SGLang that lacks a piece: by what the piece is needed for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server on a GPU says of the pools of KV and states."""
+"""Log lines of a server on a GPU about the pools of KV and states."""
 
 from __future__ import annotations
 

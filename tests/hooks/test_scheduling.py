@@ -1,4 +1,4 @@
-"""What hooks change in SGLang's requests."""
+"""Changes by hooks in SGLang's requests."""
 
 from __future__ import annotations
 

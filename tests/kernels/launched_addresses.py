@@ -44,8 +44,9 @@ class Memory:
         return pointer
 
     def check(self, addresses: Any, mask: Any) -> bool:
-        """Whether these are addresses of such a tensor. Raises AssertionError if some of them are
-        outside of it."""
+        """True if these are addresses of such a tensor. Raises AssertionError if some of them are
+        outside of it.
+        """
         wanted = addresses[mask]
         if not wanted.size or wanted.max() < APART // 2:
             return not wanted.size

@@ -142,7 +142,7 @@ class Mamba2:
     def save(
         self, pool: Pool, asked: list[tuple[int, int]], dt: Tensor, chunk_states: Tensor
     ) -> None:
-        """What was asked for, by the kernel, to the pool."""
+        """The states that were asked for, by the kernel, in the pool."""
         launch(
             cs.save_ssd_states,
             pool,

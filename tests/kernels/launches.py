@@ -54,7 +54,9 @@ class Launch:
         return {name for name, (_, mark) in zip(bound, specialization, strict=True) if mark == "D"}
 
     def compiled(self, capability: int) -> Any:
-        """What Triton compiles for this launch on a GPU of that compute capability (90: 9.0)."""
+        """The kernel that Triton compiles for this launch on a GPU of that compute capability (90:
+        9.0).
+        """
         target = GPUTarget("cuda", capability, 32)
         backend, bound, specialization, options = self._bound(target)
         parsed, signature, constants, attributes = self.kernel._pack_args(

@@ -36,11 +36,11 @@ class Layer:
     states: torch.dtype = torch.float32
     taps: int = TAPS
     per_channel: bool = False
-    """Whether each channel of a key has a decay of its own (KDA)."""
+    """True if each channel of a key has a decay of its own (KDA)."""
     unconvolved: int = 0
     """Channels of a kept window in front of those that are convolved (Jet-Nemotron)."""
     constant: bool = False
-    """Whether a head has one decay for all tokens (lightning attention), and no convolution."""
+    """True if a head has one decay for all tokens (lightning attention), and no convolution."""
 
     @property
     def inner(self) -> int:

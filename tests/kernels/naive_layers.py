@@ -155,7 +155,7 @@ def convolved(of: Mixer | Mixer1, x: Tensor, cache: SimpleNamespace, slots: Tens
 
 
 def mixer1_by_torch(of: Mixer1, x: Tensor, cache: SimpleNamespace, slots: Tensor) -> Tensor:
-    """What `MambaMixer1.forward` computes, in float32."""
+    """`MambaMixer1.forward`, in float32."""
     inner, size = of.intermediate_size, of.ssm_state_size
     values, gate = of.in_proj.by_torch(x).split([inner, inner], dim=-1)
     values = convolved(of, values, cache, slots)
@@ -184,7 +184,7 @@ def mixer1_by_torch(of: Mixer1, x: Tensor, cache: SimpleNamespace, slots: Tensor
 def mixer_by_torch(
     of: Mixer, x: Tensor, cache: SimpleNamespace, slots: Tensor, scale: Tensor | None
 ) -> Tensor:
-    """What `MambaMixer2.forward` does with the platform's torch functions, in float32."""
+    """`MambaMixer2.forward` with the platform's torch functions, in float32."""
     projected = of.in_proj.by_torch(x)
     projected = projected if scale is None else projected * scale
     inner, groups, size, heads = of.intermediate_size, of.n_groups, of.ssm_state_size, of.num_heads

@@ -32,7 +32,7 @@ MORE = {"smallest": Layer(8, 32, 2, 16, 64, 0)}
 
 
 def launches(layer: Layer) -> list[Launch]:
-    """What a prefill that resumes launches."""
+    """The launches of a prefill that resumes."""
     return noted(lambda: prefill(layer, [100], [7], [(0, 70), (0, 100)]))
 
 

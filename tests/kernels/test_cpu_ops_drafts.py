@@ -59,7 +59,7 @@ def drawn_links(d: Draw, rows: int, n: int) -> tuple[Tensor, Tensor]:
 
 
 def paths(parents: Tensor) -> Tensor:
-    """What each node sees of its tree [b, n, n]: itself and its ancestors."""
+    """The nodes of its tree that each node sees [b, n, n]: itself and its ancestors."""
     seen = torch.eye(parents.shape[1], dtype=torch.bool).repeat(len(parents), 1, 1)
     for row, line in enumerate(parents.tolist()):
         for node in range(1, len(line)):
@@ -68,7 +68,7 @@ def paths(parents: Tensor) -> Tensor:
 
 
 def chosen_candidates(d: Draw, rows: int) -> tuple[Tensor, Tensor, int, int, int]:
-    """What a draft model made: (parents of groups, chosen candidates, topk, steps, nodes).
+    """The drafts of a model: (parents of groups, chosen candidates, topk, steps, nodes).
 
     Candidates come in groups of topk: one behind node 0, then in each step one behind each of topk
     candidates of the step before.

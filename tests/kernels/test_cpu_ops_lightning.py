@@ -96,7 +96,7 @@ def test_a_step_and_drafts(seed, rows, with_padding, nodes):
 
 
 def test_states_inside_begin_with_a_prefix_or_with_nothing():
-    """What the slot of a new sequence holds is another request's."""
+    """The slot of a new sequence holds another request's state."""
     d, cu = Draw(2), [0, 5, 9]
     k, v = d.normal(2, cu[-1], HEADS, SIZE)
     slopes, pool = d.uniform(0, 1, HEADS), d.normal(SLOTS, HEADS, SIZE, SIZE)

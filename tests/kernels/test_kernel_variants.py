@@ -70,8 +70,9 @@ def test_another_model_needs_variants_of_its_own() -> None:
 
 @layers
 def test_the_variant_that_runs_knows_that_its_rows_are_dense(layer: Layer) -> None:
-    """What is excluded from specialisation costs no wide loads: pools and rows are known to be
-    aligned, and their strides to be multiples of 16."""
+    """Arguments that are excluded from specialisation cost no wide loads: pools and rows are known
+    to be aligned, and their strides to be multiples of 16.
+    """
     launches = noted(lambda: prefill(layer, [64], [0], [(0, 5)]))
     for launch in launches:
         aligned = launch.aligned()

@@ -14,7 +14,7 @@ from sglang_hybrid.prompts.python import PythonSchema, schema
 
 @schema(role="system")
 def rules(add: Callable[[str], None], brief: bool, language: Literal["en", "fr"]) -> None:
-    """What an archive's keeper is told."""
+    """Instructions of an archive's keeper."""
     add("You keep an archive. ")
     if brief:
         add("Answer in < 10 words. ")

@@ -1,4 +1,4 @@
-"""What servers would be on a machine with NVIDIA GPUs, rehearsed on one without.
+"""Servers on a machine with NVIDIA GPUs, rehearsed on one without.
 
     python -m tests.rehearsal                               a table: every machine and model
     python -m tests.rehearsal H100 Nemotron-H-8B -- --page-size 16

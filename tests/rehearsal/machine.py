@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 MIB = 1 << 20
 SYSTEM_MIB = 600
-"""What the driver and the context take of a GPU's memory."""
+"""The part of a GPU's memory that the driver and the context take."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ WEIGHTS_SHARE = 0.6
 
 @dataclass
 class Start:
-    """What a server would be. Sizes are of its first rank.
+    """A server as it would be. Sizes are of its first rank.
 
     Args:
         machine, model, flags: what was started.
@@ -84,7 +84,7 @@ class Start:
 
     @property
     def lines(self) -> list[str]:
-        """What the log says beside what it says of every server."""
+        """The lines of the log beside those of every server."""
         of_every_server = (
             "eviction ",
             "KV and states have a pool each",
@@ -116,7 +116,7 @@ class Rehearsal:
         self._prepare = sglang_hybrid.launch_server.prepare
 
     def start(self, model: str, flags: Sequence[str] = (), **config: Any) -> Start:
-        """What `flags` make of a model. config: fields of its config.json that differ."""
+        """The server that `flags` make of a model. config: changed fields of its config.json."""
         found = Start(self.machine, model, list(flags))
         name = model + "".join(f"-{key}" for key in config)
         there = models.write(model, self.folder / name, **config)
@@ -311,7 +311,7 @@ class _Server:
         found.running = runner.max_running_requests
 
     def _backends(self) -> None:
-        """What SGLang puts beside its full attention for recurrent layers."""
+        """The backend that SGLang puts beside its full attention for recurrent layers."""
         from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper
         from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
@@ -334,7 +334,7 @@ class _Server:
         self.found.prefill_kernel = "" if kernel is None else type(kernel).__name__
 
     def _graphs(self) -> None:
-        """Whether SGLang would capture a graph of prefills, and what is inside."""
+        """True if SGLang would capture a graph of prefills, and what is inside."""
         from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
         from sglang.srt.layers.cp.bcg import supports_prefill_cp_bcg
         from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
@@ -402,7 +402,7 @@ class _Server:
 
 @contextmanager
 def logged(lines: list[str]) -> Iterator[None]:
-    """What this package logs goes to `lines`."""
+    """Collects in `lines` what this package logs."""
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -1,4 +1,4 @@
-"""What servers become on an H100, A100 and B200, by default and with flags that people set."""
+"""Servers on an H100, A100 and B200, by default and with flags that people set."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def defaults(machine: str, quick: bool) -> Rehearsed:
 
 
 def check_any(start: Start) -> None:
-    """What holds of every server, whatever its flags."""
+    """Facts about every server, whatever its flags."""
     assert start.stopped is None
     assert start.cache == "hybrid"
     assert start.strategy != "no_buffer" or start.page == 1
@@ -272,7 +272,7 @@ def test_one_memory(machine: str) -> None:
 
 
 def taken(start: Start) -> str:
-    """How a server's prefills leave states, as docs/models.md says it."""
+    """The way in which a server's prefills leave states, as docs/models.md says it."""
     if start.stopped is not None:
         return "does not start"
     if not start.planned:

@@ -1,4 +1,4 @@
-"""What `scripts/bench.py ab` sends, forces, checks and prints; without a server."""
+"""`scripts/bench.py ab` without a server: requests, forced tokens, checks and tables."""
 
 from types import SimpleNamespace
 

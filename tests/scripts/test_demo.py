@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_start(
 @pytest.mark.server
 @pytest.mark.timeout(900)
 def test_the_demo_ends_well(tmp_path: Path) -> None:
-    """What demo.sh runs, in the environment that is there already."""
+    """The program of demo.sh, in the environment that is there already."""
     file, shown = tmp_path / "table.json", tmp_path / "page.png"
     arguments = ["--check", "--seconds", "20", "--port", str(free_port()), "--output", str(file)]
     arguments += [] if browser() is None else ["--picture", str(shown)]

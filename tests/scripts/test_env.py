@@ -1,4 +1,4 @@
-"""How scripts/env.sh installs: with uv and pip's settings, or with pip. Both are pretended here."""
+"""Installs of scripts/env.sh: with uv and pip's settings, or with pip. Both are pretended here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ONE = "install_packages --no-deps one"
 
 
 def install(folder: Path, command: str = ONE, **switches: str) -> tuple[int, list[str], str]:
-    """What is called for one package: exit status, the calls, and what is said."""
+    """The calls for one package: exit status, the calls, and what is said."""
     for path, text in ((folder / "bin" / "python", PYTHON), (folder / "uv", UV)):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)

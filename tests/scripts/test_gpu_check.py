@@ -30,7 +30,7 @@ def python(code: str) -> list[str]:
 
 
 def findings(*command: str, **environment: str) -> list[Finding]:
-    """What a step reports that ends as it should."""
+    """The report of a step that ends as it should."""
     done = subprocess.run(
         [sys.executable, *command],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""What a model that answers is trained on, and that it is the model that transformers runs."""
+"""The training data of a model that answers, and that it is the model that transformers runs."""
 
 from __future__ import annotations
 

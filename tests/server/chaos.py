@@ -1,4 +1,4 @@
-"""What goes wrong around a server while clients use it: one thing at a time, at random."""
+"""Faults around a server while clients use it: one thing at a time, at random."""
 
 from __future__ import annotations
 

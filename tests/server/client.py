@@ -1,4 +1,4 @@
-"""What the server tests send and read back."""
+"""Requests of the server tests, and their answers."""
 
 import json
 import random
@@ -19,7 +19,7 @@ TOLERANCE = 1e-3
 """Largest difference of a logprob that counts as equal, in float32."""
 
 PARTIAL = 206
-"""What a router answers where only some servers could do it."""
+"""The answer of a router where only some servers could do it."""
 
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -28,7 +28,7 @@ STRICT = {
 """The environment of a server that ends if memory is lost."""
 
 CHECKED: dict[str, Any] = {"module": "tests.server.checked", "environment": STRICT}
-"""How such a server is started that also looks at each state slot, at every step."""
+"""Flags of such a server that also looks at each state slot, at every step."""
 
 RECORD_KEY = "the key of these tests"
 """Names of tenants are made with it (SGLANG_HYBRID_RECORD_KEY)."""
@@ -41,7 +41,7 @@ flags and the keyword arguments of `ServerProcess`.
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether a process runs, and is more than an entry that its parent has not read yet."""
+    """True if a process runs, and is more than an entry that its parent has not read yet."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -123,7 +123,7 @@ def same(record: dict[str, Any], right: dict[str, Any]) -> bool:
 
 
 def completed(records: Iterable[dict[str, Any]]) -> list[int]:
-    """How many tokens each answer has."""
+    """The number of tokens of each answer."""
     return [record["meta_info"]["completion_tokens"] for record in records]
 
 

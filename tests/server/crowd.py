@@ -48,7 +48,7 @@ NONSENSE: tuple[bytes, ...] = (
 
 @dataclass
 class Chat:
-    """What one client has said and heard, as token ids and as messages."""
+    """The conversation of one client, as token ids and as messages."""
 
     tenant: dict[str, str]
     tokens: list[int] = field(default_factory=list)

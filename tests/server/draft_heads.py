@@ -42,7 +42,7 @@ def normalised(t: Tensor) -> Tensor:
 
 
 def question(name: str) -> str:
-    """What the model is asked about a module."""
+    """The question to the model about a module."""
     return f"<|im_start|>user\nWhat is {name}?<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -1,4 +1,4 @@
-"""What transformers answers to prompts of several lengths, and whether a server agrees."""
+"""Answers of transformers to prompts of several lengths, and whether a server agrees."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -36,7 +36,7 @@ class Expected:
 
 @cache
 def expect(model: Path) -> list[Expected]:
-    """What `model` should answer to one prompt of each length."""
+    """The right answers of `model` to one prompt of each length."""
     return [_decided(model, length) for length in LENGTHS]
 
 

@@ -22,7 +22,7 @@ UNDONE: dict[str, tuple[str, dict[str, Any]]] = {
     "/configure_logging": ("/configure_logging", {"log_requests": False}),
     "/set_trace_level": ("/set_trace_level?level=0", {}),
 }
-"""What brings the server back to where it was, so that each case meets the same one."""
+"""Requests that bring the server back to where it was, so that each case meets the same one."""
 
 OFTEN = {
     "/generate": 12,

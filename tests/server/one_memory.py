@@ -1,4 +1,4 @@
-"""What a server's one memory holds, by its own account and by the system's."""
+"""The content of a server's one memory, by its own account and by the system's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def conserved(info: dict[str, Any]) -> bool:
 
 
 def all_is_free(seen: dict[str, Any], slots: int) -> bool:
-    """Whether an emptied cache holds nothing: of one memory, or of `slots` state slots."""
+    """True if an emptied cache holds nothing: of one memory, or of `slots` state slots."""
     account = seen["memory"]
     if account is None:
         return seen["state_slots_free"] == slots

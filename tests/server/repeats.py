@@ -16,7 +16,7 @@ WISHES: tuple[Callable[[list[int]], dict[str, Any]], ...] = (
     lambda _: {"sampling_params": {"frequency_penalty": 1.0, "repetition_penalty": 1.3}},
     lambda prompt: {"logprob_start_len": len(prompt) - 1},
 )
-"""What else a request with a prompt wants; nothing of it needs a forward of the prompt."""
+"""Further wishes of a request with a prompt; none of them needs a forward of the prompt."""
 
 
 @dataclass(frozen=True)

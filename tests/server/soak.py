@@ -101,7 +101,7 @@ class Soak:
                 self._sent += count
 
     def _next(self) -> tuple[int, Callable[[], Coroutine[Any, Any, None]]]:
-        """What a client does, and how many requests it makes."""
+        """The behaviour of a client, and the number of its requests."""
         draw = self._random.random()
         for share, count, make in (
             (0.02, 6, lambda: self._fan_out(6)),

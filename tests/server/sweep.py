@@ -655,7 +655,7 @@ def admin_requests() -> list[Right]:
 
 
 def prepare(url: str) -> None:
-    """What the requests of clients name: a schema and a session of theirs."""
+    """Things that the requests of clients name: a schema and a session of theirs."""
     requests.post(url + "/v1/prompt_schemas", json={"pml": SCHEMA}, headers=TENANT, timeout=60)
     session = {"capacity_of_str_len": 10_000, "session_id": "sweep"}
     requests.post(url + "/open_session", json=session, headers=TENANT, timeout=60)
@@ -806,7 +806,7 @@ def fields_of(schema: dict[str, Any]) -> dict[str, list[str]]:
 
 @dataclass
 class Swept:
-    """What became of the cases. mistakes: statuses of the server's own mistakes, and the first case
+    """The results of the cases. mistakes: statuses of the server's own mistakes, and the first case
     of each that was said.
     """
 

@@ -32,7 +32,7 @@ def hit_share(url: str) -> float:
 
 
 def advised(url: str) -> str:
-    """What is advised of the split; "" if nothing is."""
+    """The advice about the split; "" if there is none."""
     lines = [line for line in hybrid_cache(url)["advice"] if "would be hit" in line]
     return lines[0] if lines else ""
 

@@ -13,7 +13,7 @@ from tests.server.client import Serve, ask, cached, flush, logprobs, prompt_logp
 PROMPT = 700
 TURN = 40
 FACTOR = 1.5
-"""How much larger than transformers' own mean error ours may be."""
+"""The factor by which our mean error may be larger than transformers' own."""
 
 
 @pytest.fixture(

@@ -22,7 +22,7 @@ SYSTEM, TOOLS, TASK = 600, 300, 80
 """Tokens of the system prompt, of a toolset behind it, and of an agent's own task behind that."""
 
 SHARED = [0] + [SYSTEM] * (TOOLSETS - 1) + [SYSTEM + TOOLS] * (AGENTS - TOOLSETS)
-"""What the agents of one burst hit, ascending: the first prompt nothing, the first of each other
+"""The hits of the agents of one burst, ascending: the first prompt nothing, the first of each other
 toolset the system prompt, all others the toolset, too.
 """
 

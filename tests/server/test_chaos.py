@@ -28,7 +28,7 @@ AT_ONCE = 100
 """Requests from one moment in which nothing runs to the next."""
 
 EVERYTHING = {"scheduler stopped", "weights reloaded", "disk filled", "worker killed"}
-"""What happens in every run; whether a flush finds a moment of its own is chance."""
+"""Faults that happen in every run; whether a flush finds a moment of its own is chance."""
 
 SLOTS = 2 * RUNNING
 EARLIER = 3_000

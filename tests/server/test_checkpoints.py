@@ -92,8 +92,8 @@ def play(url: str, case: Case) -> list[dict]:
 def wrong_hits(
     case: Case, records: list[dict], page: int, chunk: int, more: int = 0
 ) -> list[tuple[int, int]]:
-    """What should have been hit, to the page, and what was, which may be `more` tokens more. The
-    end of a chunk, where a slot is free, may be hit where nothing else can.
+    """The right hit, to the page, and the hit that was, which may be `more` tokens more. The end of
+    a chunk, where a slot is free, may be hit where nothing else can.
     """
     pairs = list(zip(case.cached, map(cached, records), strict=True))
     return [
@@ -267,7 +267,7 @@ def reply_is_cached(url: str, cold_url: str, end: str, lost: int = 0) -> None:
 
 
 def aborted_reply(url: str, prompt: list[int]) -> list[int]:
-    """What a request had said when its client took it back."""
+    """The answer of a request when its client took it back."""
     body = greedy(prompt, 4000, rid="taken-back", stream=True)
     record: dict = {}
     with requests.post(url + "/generate", json=body, stream=True, timeout=300) as response:

@@ -108,7 +108,7 @@ def everything_happened(crowd: Crowd) -> None:
 
 
 def is_same(url: str, kept: Watched, **tenant: str) -> bool:
-    """Whether the server says the same again, to the same tenant if no other is given."""
+    """True if the server says the same again, to the same tenant if no other is given."""
     again = ask(url, kept.prompt, len(logprobs(kept.record)), **(tenant or kept.tenant))
     assert not tenant or cached(again) == 0
     return same(again, kept.record)

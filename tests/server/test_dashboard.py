@@ -69,7 +69,7 @@ def test_no_panel_is_without_data(tmp_path: Path) -> None:
 
 
 def query_of_others(query: str) -> bool:
-    """Whether it asks for what this server has not: a host tier, a router, a shadow."""
+    """True if it asks for what this server has not: a host tier, a router, a shadow."""
     return any(name in query for name in ("hybrid:tier_", "hybrid_router:", "hybrid_shadow:"))
 
 
@@ -118,7 +118,7 @@ def series(url: str, query: str) -> list[dict[str, Any]]:
 
 
 def label_values(url: str) -> list[str]:
-    """What Grafana offers for the variable `instance`."""
+    """The values that Grafana offers for the variable `instance`."""
     (variable,) = (v for v in DASHBOARD["templating"]["list"] if v["name"] == "instance")
     metric, label = variable["query"]["query"].removeprefix("label_values(")[:-1].split(", ")
     found: list[str] = ask(url, f"/api/v1/label/{label}/values", **{"match[]": metric})

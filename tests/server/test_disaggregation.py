@@ -240,7 +240,7 @@ def kill(server: ServerProcess) -> None:
 
 
 def megabytes_sent(servers: Divided) -> float:
-    """What prefill servers have handed over so far."""
+    """The requests that prefill servers have handed over so far."""
     total = 0.0
     for server in servers.servers[: servers.prefills]:
         text = requests.get(server.url + "/metrics", timeout=30).text

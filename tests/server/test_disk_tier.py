@@ -99,7 +99,7 @@ def written(disk: Path) -> None:
 
 
 def lines(server: ServerProcess) -> list[str]:
-    """What the log says of the disk tier, but for what is there at the start."""
+    """The lines of the log about the disk tier, but for those at the start."""
     said = [line for line in server.log.read_text().splitlines() if "sglang_hybrid: " in line]
     return [line for line in said if "disk" in line and "are on disk in" not in line]
 

@@ -20,7 +20,7 @@ FLAGS = (
     *("--hybrid-schedule", "window", "--hybrid-ui", "text", "--random-seed", "1"),
 )
 VARIES = ("seconds", "speed", "rate", "time", "memory_usage", "load", "port")
-"""What the names of numbers have that no two servers have alike."""
+"""Parts of names of numbers that no two servers have alike."""
 
 
 def numbers(said: Any, name: str = "") -> dict[str, Any]:

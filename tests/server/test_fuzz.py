@@ -56,7 +56,7 @@ def processes(server: ServerProcess) -> set[tuple[int, float]]:
 
 
 def looks_the_same(url: str) -> Callable[[], None]:
-    """What asks for a usual answer again, and asserts that it is the same."""
+    """A function that asks for a usual answer again, and asserts that it is the same."""
     first = ask(url, PROMPT, 8)["output_ids"]
 
     def check() -> None:

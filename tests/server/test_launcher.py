@@ -79,7 +79,7 @@ def said(
     tmp_path_factory: pytest.TempPathFactory,
     model_directory: Callable[[str], Path],
 ) -> Iterator[dict[str, Future[str]]]:
-    """What the launcher says to each mistake that a test of this run makes; two at a time, a start
+    """The launcher's answers to each mistake that a test of this run makes; two at a time, a start
     is imports on one core.
     """
     made = {

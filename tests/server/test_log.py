@@ -1,4 +1,4 @@
-"""What a server prints: none of its keys, and nothing that looks like a line of its own."""
+"""The output of a server: none of its keys, and nothing that looks like a line of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def asked(running: ServerProcess, path: str, key: str, **body: object) -> reques
 
 
 def test_no_line_has_a_key(running: ServerProcess) -> None:
-    """Whether it was given in a file or on the command line; both open what they open."""
+    """Keys given in a file or on the command line; both open what they open."""
     question = {"input_ids": [1, 2, 3]}
     keys = ("", API, ADMIN)
     status = [asked(running, "/hybrid_cache/explain", key, **question).status_code for key in keys]

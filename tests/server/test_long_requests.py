@@ -1,4 +1,4 @@
-"""What is too long or nested too deep is refused before it is read, on every route."""
+"""Bodies that are too long or nested too deep are refused before they are read, on every route."""
 
 import http.client
 import json

@@ -44,7 +44,7 @@ def a_file(path: Path) -> Path:
 
 
 def lines_of(server: ServerProcess) -> list[str]:
-    """What the log says of native kernels."""
+    """The lines of the log about native kernels."""
     return [line for line in said(server).splitlines() if "native kernels" in line]
 
 

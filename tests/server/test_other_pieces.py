@@ -20,7 +20,7 @@ from tests.server.engine_hits import HITS, REQUESTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("spawned")]
 HERE = {Need.CACHE, Need.NO_TORCHVISION, Need.MAMBA2}
-"""What a server of Nemotron-H cannot be without in this environment."""
+"""Pieces that a server of Nemotron-H cannot be without in this environment."""
 LINE = "sglang_hybrid: not available beside this SGLang: "
 
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.timeout(900)]
 
 MANIFEST = Path(__file__).parents[2] / "docker" / "kubernetes.yaml"
 DEFAULTS = {"periodSeconds": 10, "timeoutSeconds": 1, "successThreshold": 1, "failureThreshold": 3}
-"""What Kubernetes takes for a field that a probe has not."""
+"""Kubernetes' defaults of fields of a probe."""
 
 
 def pod(name: str) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Probe:
             return False
 
     def last(self, value: bool) -> bool:
-        """Whether the newest results are `value`, as many as its threshold wants."""
+        """True if the newest results are `value`, as many as its threshold wants."""
         count = self.spec["successThreshold" if value else "failureThreshold"]
         return len(self.results) >= count and set(self.results[-count:]) == {value}
 
@@ -126,7 +126,7 @@ def started(process: ServerProcess, name: str) -> Iterator[tuple[ServerProcess, 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the manifest mounts at /run/keys."""
+    """The files that the manifest mounts at /run/keys."""
     folder = tmp_path_factory.mktemp("keys")
     (folder / "admin-key").write_text("an admin key")
     return folder

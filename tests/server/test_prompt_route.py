@@ -30,7 +30,7 @@ def post(url: str, path: str, body: Any, **headers: str) -> requests.Response:
 
 
 def held(replicas: Replicas, url: str, asked: dict[str, Any]) -> int:
-    """How many tokens of a prompt the server holds."""
+    """The number of tokens of a prompt that the server holds."""
     settle(replicas, url)
     (found,) = replicas.resume([*asked["input_ids"], 1], asked["tenant"])
     return found.position

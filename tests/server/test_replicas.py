@@ -1,4 +1,6 @@
-"""What readers of KV events know of servers that work: which prompts can be resumed where."""
+"""The knowledge of readers of KV events about servers that work: which prompts can be resumed
+where.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def replicas(url: str) -> Iterator[Replicas]:
 
 
 def test_hits_are_known_before_they_are_served(replicas: Replicas, url: str) -> None:
-    """Those of the next turn, of a branch, of the same prompt again, and of another tenant."""
+    """Hits of the next turn, of a branch, of the same prompt again, and of another tenant."""
     shared = random_prompt(300, 50)
     turns = random_prompt(200, 51)
     hits = []

@@ -133,8 +133,6 @@ def test_tenants_do_not_see_each_others_schemas(registered: str) -> None:
 REFUSED = {
     "not well-formed": ('<schema name="s">\n<module name="a">x</modul></schema>', 2, "well-formed"),
     "a file": ('<schema name="s"><module name="a" src="../../etc/passwd"/></schema>', 1, "src is"),
-    "an entity": ('<!DOCTYPE s [<!ENTITY a "b">]><schema name="s">&a;</schema>', 1, "an entity"),
-    "deep": ("<schema name='s'>" + "<module name='m'>" * 10_000, 1, "nested more than 64 deep"),
     "ten megabytes": ("<schema name='s'>" + "<module name='m'>" * (10 << 20 >> 4), None, "at most"),
 }
 
@@ -319,7 +317,7 @@ def test_without_a_budget_a_prewarming_takes_what_pins_may_take(registered: str)
 
 @pytest.mark.parametrize("path", ["/v1/prompt_schemas", "/hybrid_cache/explain"])
 def test_an_incomplete_body_is_answered_with_a_whole_one(registered: str, path: str) -> None:
-    """Which is one that the route takes."""
+    """It is one that the route takes."""
     refused = requests.post(registered + path, json={}, timeout=60)
     assert refused.status_code == 400
     error = refused.json()["error"]

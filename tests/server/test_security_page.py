@@ -43,7 +43,7 @@ SALT, KEY = "salt-of-a-91bc", "key-of-a-7f3a"
 A = {"cache_salt": SALT, "extra_key": KEY}
 B = {"cache_salt": "b", "extra_key": KEY + "b"}
 SECRET = "Seventeen grey herons"
-"""What `a` writes."""
+"""The texts of `a`."""
 
 SCHEMA = f'<schema name="heron-schema">{{}}<module name="m">{SECRET} wait. {{}}</module></schema>'
 TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-backend", "file")

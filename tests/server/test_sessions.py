@@ -1,4 +1,4 @@
-"""What clients say of their sessions, on a real server: by a header, by a hint, by closing it."""
+"""Hints about sessions, on a real server: by a header, by a hint, by closing it."""
 
 from __future__ import annotations
 

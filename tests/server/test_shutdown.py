@@ -1,4 +1,4 @@
-"""How a server ends: running requests end, in time or with an error, and nothing stays behind."""
+"""The end of a server: running requests end, in time or with an error, and nothing stays behind."""
 
 from __future__ import annotations
 

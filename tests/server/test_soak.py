@@ -58,14 +58,16 @@ CHECKED = {
 }
 
 GROWTH_BYTES = 64 << 20
-"""What the server's processes may grow by in 1,500 requests: 20 to 41 MB were seen, of which 8 MB
-are kept by design. It slows down: 43 MB from request 1,400 to 4,200, 26 MB from there to 7,000. A
-state per request would be 430 MB."""
+"""Bytes by which the server's processes may grow in 1,500 requests: 20 to 41 MB were seen, of which
+8 MB are kept by design. It slows down: 43 MB from request 1,400 to 4,200, 26 MB from there to
+7,000. A state per request would be 430 MB.
+"""
 
 GROWTH_OBJECTS = 300
-"""What the scheduler's objects of one type may grow by meanwhile. A record per request is 2,000,
-and 400 in runs of 600. After a flush, nodes of the tree before it are still there: 45 to 114 were
-seen, with five objects of one type each."""
+"""The number by which the scheduler's objects of one type may grow meanwhile. A record per request
+is 2,000, and 400 in runs of 600. After a flush, nodes of the tree before it are still there: 45 to
+114 were seen, with five objects of one type each.
+"""
 
 RECORDS = {
     "sglang_hybrid.core.returns.answers.Answer",
@@ -73,7 +75,7 @@ RECORDS = {
     "sglang_hybrid.core.traffic.recorder.Finished",
     "sglang_hybrid.core.server_settings.Split",  # the room that a finished request left
 }
-"""What is kept of requests by design, up to a number or a number of bytes."""
+"""Types of objects that are kept of requests by design, up to a number or a number of bytes."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def test_nothing_is_lost_or_wrong(
 
 
 def emptied(server: ServerProcess) -> list[dict]:
-    """What each replica tells after a flush, which waits until nothing runs."""
+    """The numbers of each replica after a flush, which waits until nothing runs."""
     flush(server.url, 60)
     return hybrid_caches(server.url)
 
@@ -262,5 +264,5 @@ def stands(answer: dict, right: dict) -> None:
 
 
 def tied(best: list, bound: float) -> bool:
-    """Whether so much may decide between the two best tokens."""
+    """True if so much may decide between the two best tokens."""
     return abs(best[0][0] - best[1][0]) < bound

@@ -1,4 +1,4 @@
-"""What a stream says of the cache: one shape, and at its end what an answer in one piece says."""
+"""The reports of a stream: one shape, and at its end what an answer in one piece says."""
 
 from __future__ import annotations
 

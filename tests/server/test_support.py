@@ -1,4 +1,4 @@
-"""What hits are worth under the flags of production servers, to the token: docs/support.md.
+"""Hits under the flags of production servers, to the token: docs/support.md.
 
 Each row that passes is written anew. What a CPU cannot run is said from the flags alone.
 """
@@ -88,7 +88,9 @@ NOT_HERE = {
     "two-batch overlap": {"enable_two_batch_overlap": True},
     "decode context parallelism": {"dcp_size": 2},
 }
-"""What the CPU platform does not serve: SGLang's arguments, where they differ from its defaults."""
+"""Settings that the CPU platform does not serve: SGLang's arguments, where they differ from its
+defaults.
+"""
 
 COLUMNS = ("feature", "flags", "exact states", "cached tokens", "with SGLang's own cache")
 
@@ -103,7 +105,7 @@ def rows() -> Iterator[dict[str, list[str]]]:
 
 
 def hits(url: str) -> list[int]:
-    """What the prompts hit, on a cache that knows the document; answers are those of cold ones."""
+    """Hits of the prompts on a cache that knows the document; answers are those of cold ones."""
     ask(url, DOCUMENT, 4)
     records = [ask(url, prompt, 4) for prompt in PROMPTS]
     for record, prompt in zip(records, PROMPTS, strict=True):

@@ -124,7 +124,7 @@ def test_policies_are_compared_in_one_memory(serve: Serve) -> None:
 
 
 def searched(server: ServerProcess) -> dict:
-    """What the server tells when a search has ended, in which all candidates were tried."""
+    """The server's report when a search has ended, in which all candidates were tried."""
     until(lambda: hybrid_cache(server.url)["tuner"]["runs"] >= 1)
     seen = hybrid_cache(server.url)
     assert (seen["tuner"]["failures"], seen["tuner"]["last_failure"]) == (0, "")

@@ -1,4 +1,4 @@
-"""What is advised at start, and that a setting without a flaw gets no advice."""
+"""Advice at the start, of which a setting without a flaw gets none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cache serves, decided from the command line."""
+"""The cache that serves, decided from the command line."""
 
 from __future__ import annotations
 

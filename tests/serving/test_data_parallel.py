@@ -15,7 +15,7 @@ PROMPT = list(range(1_000))
 
 
 class Controller:
-    """What is read of SGLang's controller, with idle ranks."""
+    """SGLang's controller as far as it is read, with idle ranks."""
 
     def __init__(self, method: LoadBalanceMethod = LoadBalanceMethod.ROUND_ROBIN, **flags: Any):
         given = {

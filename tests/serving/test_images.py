@@ -1,4 +1,4 @@
-"""Which images are taken for the same: by what they are read with, and by whose they are."""
+"""Images that are taken for the same: by what they are read with, and by whose they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client sent neither begins a line of the log nor reaches a terminal as a command."""
+"""Text of a client neither begins a line of the log nor reaches a terminal as a command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def factory() -> Iterator[None]:
 
 
 def written(name: str, message: str, *args: object, error: Exception | None = None) -> str:
-    """What a logger of this name writes."""
+    """The output of a logger of this name."""
     log, stream = logging.getLogger(name), io.StringIO()
     handler = logging.StreamHandler(stream)
     log.addHandler(handler)
@@ -65,6 +65,6 @@ def test_other_programs_records_stay_as_they_are() -> None:
 
 @pytest.mark.usefixtures("factory")
 def test_a_wrong_record_is_left_to_its_handler() -> None:
-    """Which says where it is; an error here would end what logs."""
+    """Python's handler says where it is; an error here would end what logs."""
     record = logging.getLogger("sglang.x").makeRecord("sglang.x", 30, "", 1, "%d", ("one",), None)
     assert (record.msg, record.args) == ("%d", ("one",))

@@ -1,4 +1,4 @@
-"""What is wrong with a model directory or a port is said in one sentence, before anything loads."""
+"""Mistakes in a model directory or a port are one sentence, before anything loads."""
 
 import argparse
 import json

@@ -20,7 +20,7 @@ OWN = "127.0.0.1:30000"
 def status(
     path: str = EXPLAIN, *headers: tuple[str, str], method: str = "POST", **more: Any
 ) -> int | str:
-    """What the answer to a request has, "let in" where it gets to the application."""
+    """The body of the answer to a request, "let in" where it gets to the application."""
     told: list[int | str] = []
 
     async def app(*_: Any) -> None:

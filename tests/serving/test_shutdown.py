@@ -27,7 +27,7 @@ LONG = 60.0
 
 
 class Manager:
-    """What is used of SGLang's TokenizerManager."""
+    """The part of SGLang's TokenizerManager that is used."""
 
     def __init__(self, *requests: str) -> None:
         self.rid_to_state = dict.fromkeys(requests)
@@ -64,7 +64,7 @@ def schedulers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def end(monkeypatch: pytest.MonkeyPatch) -> _End:
-    """What a server knows of its end, which it has not reached."""
+    """The state of a server's end, which it has not reached."""
     monkeypatch.setattr(shutdown, "_end", _End())
     return shutdown._end
 

@@ -1,4 +1,4 @@
-"""What the first process says of a start that failed."""
+"""The message of the first process about a start that failed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_hybrid.serving.startup import (
 
 
 def failed(work: object) -> str:
-    """What is said of the error that `work` ends with."""
+    """The message about the error that `work` ends with."""
     try:
         assert callable(work)
         work()

@@ -379,7 +379,7 @@ def test_requests_that_are_served_at_once_do_not_mix() -> None:
 
 
 class Manager:
-    """What opens sessions: an id that is open is not opened again."""
+    """A stand-in that opens sessions: an id that is open is not opened again."""
 
     def __init__(self) -> None:
         self.sessions: list[str] = []

@@ -24,7 +24,7 @@ from tests.two_ranks import join, on_two_ranks
 
 LAYERS, TOKENS, WIDTH = 3, 256, 8
 SECONDS = 2.0
-"""How long a rank waits for the others once it failed."""
+"""Seconds that a rank waits for the others once it failed."""
 
 BOUND = 1.0
 
@@ -115,7 +115,7 @@ def calibrate(rank: int, folder: str, cases: Sequence[str]) -> None:
 
 
 def choice(case: str, rank: int, of_model: Any, of_cpu: Any) -> str:
-    """What one rank chooses."""
+    """The choice of one rank."""
     model = Model(rank, of_model)
     options: Any = SimpleNamespace(hybrid_tier_codec=CodecChoice("exact", BOUND))
     context: Any = SimpleNamespace(
@@ -140,7 +140,7 @@ def choice(case: str, rank: int, of_model: Any, of_cpu: Any) -> str:
 
 
 def choices(folder: Path, *cases: Any) -> list[list[str]]:
-    """What two ranks choose, each in all cases; nothing of one that hangs or ends."""
+    """The choices of two ranks, each in all cases; None of one that hangs or ends."""
     names = [case.__name__ for case in cases]
     found = on_two_ranks(calibrate, folder, names)
     return [[] if each is None else each.split("\n") for each in found]

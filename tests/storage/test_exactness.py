@@ -1,4 +1,4 @@
-"""Which part of the tree a request belongs to, where copies below the device are smaller."""
+"""The part of the tree that a request belongs to, where copies below the device are smaller."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def test_rows_that_are_too_short_for_a_scale_are_left_as_they_are() -> None:
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.BF16])
 def test_any_slots_in_any_parts(codec: Codec) -> None:
-    """What is coded, moved and decoded, with a window of three numbers beside it. The places are
-    among the slots, as where entries are coded in their own memory.
+    """Rows that are coded, moved and decoded, with a window of three numbers beside them. The
+    places are among the slots, as where entries are coded in their own memory.
     """
 
     @examples(20)

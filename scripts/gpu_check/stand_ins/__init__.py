@@ -13,7 +13,7 @@ FLAGS = (
 
 
 def environment_with(*, stand_ins: bool) -> dict[str, str]:
-    """What a process needs beside this one's environment; see sitecustomize.py."""
+    """Variables that a process needs beside this one's environment; see sitecustomize.py."""
     if not stand_ins:
         return {}
     folders = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))

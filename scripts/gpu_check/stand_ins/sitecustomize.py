@@ -20,7 +20,7 @@ from unittest.mock import MagicMock
 import wrapt
 
 REPLACED = frozenset({"sgl_kernel"})
-"""What SGLang imports on every NVIDIA GPU. It can do without the others, as flashinfer."""
+"""Packages that SGLang imports on every NVIDIA GPU. It can do without the others, as flashinfer."""
 
 LANGUAGES = frozenset({"cutlass", "quack"})
 """Languages for kernels: what they decorate, and whatever they are asked at import, is a mock."""

@@ -20,7 +20,7 @@ class Group(Generic[Slot, Name]):
 
     @property
     def names(self) -> list[Name]:
-        """Of the states that are there."""
+        """The names of the states that are there."""
         return [name for name in self.members if name is not None]
 
 

@@ -32,8 +32,8 @@ class OneMemoryCache(UnifiedRadixCache):
         *,
         allocation_reclaim_satisfied: Callable[[], bool] | None = None,
     ) -> None:
-        """In one memory a victim of either kind makes room for either, so there is one walk: that
-        over states, which ends leaves, too (unified_radix_cache.py:952-1060).
+        """Evict in one memory, where a victim of either kind makes room for either: so there is one
+        walk: that over states, which ends leaves, too (unified_radix_cache.py:952-1060).
         """
         if self.account is None or self.shadow_tree is None:
             super()._evict_components(

@@ -32,7 +32,7 @@ that extent, and a stamp that is far ahead of it cannot be of this host.
 """
 
 FIRST_TICK: Final = 1.0
-"""Where the seconds begin: 0 is no time where arrivals are recorded."""
+"""The first second: 0 is no time where arrivals are recorded."""
 
 MOST_AT_ONCE: Final = 60.0
 """Seconds that one tick or stamp moves the time at most."""
@@ -103,7 +103,7 @@ class StepClock:
             told(tick.seconds)
 
     def arrival(self, req: Req) -> float | None:
-        """When `req` arrived, None if it has no stamp. The first time that it is asked, the time
+        """The arrival of `req`, None if it has no stamp. The first time that it is asked, the time
         moves on to that.
         """
         known = self._arrivals.get(req)

@@ -39,7 +39,9 @@ FADE: Final = 0.9
 """Per step: what remains of the longest one before it."""
 
 FIRST_TOKENS: Final = 64
-"""Of a prompt: requests that begin alike (a schema, a system prompt) are answered alike."""
+"""The first tokens of a prompt: requests that begin alike (a schema, a system prompt) are answered
+alike.
+"""
 
 SAMPLE_TOKENS: Final = 8
 """Decoded tokens over which the time of one is measured."""
@@ -108,7 +110,7 @@ class TimedLoads:
         size = self._cache.load_bytes(req)
         return int(self._link.seconds(size) * self._speeds.prefill) if size else 0
 
-    # What the queue tells.
+    # Called by the queue
 
     def on_start(self, req: Req, waited: float = 0.0) -> None:
         """`req`, which waited for so many seconds, joined a batch. What it resumes from may be
@@ -121,10 +123,10 @@ class TimedLoads:
         allowed = int(req.sampling_params.max_new_tokens or 0)
         self.ahead.on_decode(req, _keys(req), allowed, since=self._looked[0])
 
-    def on_finish(self, req: Req) -> None:
+    def on_request_end(self, req: Req) -> None:
         """`req` gave back what it held: it ended, was aborted, or was retracted."""
         if req.finished():
-            self.ahead.on_finish(req, _keys(req), len(req.output_ids))
+            self.ahead.on_request_end(req, _keys(req), len(req.output_ids))
         else:
             self.ahead.running.pop(req, None)
 
@@ -164,7 +166,7 @@ class TimedLoads:
         if node_id is not None and cache.begin_load(node_id):
             self.ahead.counts.expected += 1
 
-    # What `LoadsAhead` asks.
+    # Called by `LoadsAhead`
 
     def load_bytes(self, name: Req) -> int:
         return self._cache.load_bytes(name)

@@ -61,7 +61,7 @@ class ServedQueue:
             bound,
             self._look_up,
             self._arrived,
-            move_standing=self._move_standing,
+            move_demand=self._move_demand,
             priority=priority,
             known=WeakKeyDictionary(),
         )
@@ -75,7 +75,7 @@ class ServedQueue:
         self.loads = TimedLoads(cache, speeds)
         self.stats.loads = self.loads.ahead.counts
 
-    # What the prefill adder calls.
+    # Called by the prefill adder
 
     def arrange(self, queue: list[Req]) -> None:
         """The scheduler is about to try the requests of `queue`, from the front on."""
@@ -97,7 +97,7 @@ class ServedQueue:
         if waiting is not None and not req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
             self.stats.on_start(waiting, self._waiting.bound, self.clock.now)
 
-    # What the cache calls.
+    # Called by the cache
 
     def on_abort(self, handle: CacheRequestHandle) -> None:
         """The request with `handle` was aborted; if it waits, it does so no more."""
@@ -109,11 +109,11 @@ class ServedQueue:
                 self.loads.ahead.cancel(req)
             self.stats.aborted += 1
 
-    def on_finish(self, req: Req) -> None:
+    def on_request_end(self, req: Req) -> None:
         """`req` gave back what it held: it ended, was aborted, or was retracted."""
-        self._waiting.on_finish(req)
+        self._waiting.on_request_end(req)
         if self.loads is not None:
-            self.loads.on_finish(req)
+            self.loads.on_request_end(req)
 
     def expect_return(self, node_id: int, seconds: float) -> None:
         """A session is expected to come back to a node, so many seconds from now."""
@@ -159,7 +159,7 @@ class ServedQueue:
         """Equal values at two times mean: no request came or left, and the clock stood still."""
         return (self.clock.now, len(queue), *(req.rid for req in queue[-1:]))
 
-    # What it asks of requests.
+    # Look-ups of requests
 
     def _arrived(self, req: Req) -> float:
         arrival = self.clock.arrival(req)
@@ -200,9 +200,9 @@ class ServedQueue:
             return None
         return shadow_tree.record(self._cache.tree_core.node_by_id(req.best_match_node))
 
-    def _move_standing(self, node: Node, by: int) -> None:
+    def _move_demand(self, node: Node, by: int) -> None:
         if self._cache.shadow_tree is not None:
-            self._cache.shadow_tree.tree.move_standing(node, by)
+            self._cache.shadow_tree.tree.move_demand(node, by)
 
 
 def make_served_queue(

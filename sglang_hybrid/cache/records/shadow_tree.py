@@ -101,7 +101,7 @@ class ShadowTree:
         self._state_policy = kv_policy if self.one_memory else state_policy
         self._fill_pools()
 
-    # What SGLang's tree did.
+    # Changes of SGLang's tree
 
     def reset(self, root: UnifiedTreeNode) -> None:
         """The cache was emptied. The history is kept: what it has learnt is still true."""
@@ -157,7 +157,7 @@ class ShadowTree:
     def sync(self, node: UnifiedTreeNode) -> None:
         """Copies of `node` may have been added or dropped. Does nothing where there is one tier."""
 
-    # What requests did.
+    # Events of requests
 
     def on_arrival(self, stamp: float | None) -> None:
         """A request is looked up for the first time; `stamp`: seconds that it carries, or None."""
@@ -178,7 +178,7 @@ class ShadowTree:
         if record is not self.tree.root:
             self.tree.hit(record)
 
-    def on_finish(
+    def on_request_end(
         self,
         tokens: npt.ArrayLike,
         input_len: int,
@@ -204,7 +204,7 @@ class ShadowTree:
             self.tree.link_history(record, history_path.at(record.depth))
             node = node.parent
 
-    # What to evict.
+    # Eviction
 
     def kv_victim(self) -> UnifiedTreeNode | None:
         """The leaf whose KV is evicted next, or None."""
@@ -222,7 +222,7 @@ class ShadowTree:
         """The part of `node`, the last victim, that is to be coded; None if it is to be evicted."""
         return None if self.asked is None else self.asked.codable(self._records[node.id])
 
-    # What to admit.
+    # Admission
 
     def match_history(
         self, prompt: array[int], tenant: Hashable = None, last: HistoryMatch | None = None
@@ -233,7 +233,7 @@ class ShadowTree:
         history = self._state_policy.history
         return None if history is None else history.match(prompt, tenant, last)
 
-    # Whether it is all true.
+    # Checks
 
     def check(self, root: UnifiedTreeNode, *, kv_tokens: int, states: int) -> None:
         """Compare every record with SGLang's tree under `root`, and the pools with the records.

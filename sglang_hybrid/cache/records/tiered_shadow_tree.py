@@ -2,7 +2,7 @@
 state is, and what each tier should forget first.
 
 SGLang's nodes are the truth. `sync` compares one of them with its record and repeats what changed;
-the tree core and the components call it wherever a copy comes or goes.
+the tree core and the components call it wherever a copy is added or dropped.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class TieredShadowTree(ShadowTree):
 
     @property
     def placement(self) -> Placement:
-        """Where the copies are, and how much each tier holds."""
+        """The places of copies, and the content of each tier in numbers."""
         assert self._placement is not None
         return self._placement
 
-    # What SGLang's tree did.
+    # Changes of SGLang's tree
 
     def on_add(self, node: UnifiedTreeNode) -> None:
         self.sync(node)
@@ -134,7 +134,7 @@ class TieredShadowTree(ShadowTree):
             (placement.add_state if state >> tier & 1 else placement.drop_state)(record, tier)
         self.placement.pin(record, Tier.HOST, _host_in_use(node))
 
-    # What to evict.
+    # Eviction
 
     def host_victim(self, component: ComponentType) -> UnifiedTreeNode | None:
         """The node whose copy of this kind the host should forget, or None."""
@@ -151,7 +151,7 @@ class TieredShadowTree(ShadowTree):
             for record in pool.next_uncopied(needed(pool.scarce)):
                 yield record.payload
 
-    # Whether it is all true.
+    # Checks
 
     def check(self, root: UnifiedTreeNode, *, kv_tokens: int, states: int) -> None:
         super().check(root, kv_tokens=kv_tokens, states=states)

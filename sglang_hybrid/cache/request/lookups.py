@@ -83,7 +83,7 @@ class LookUps:
         return int(req.prefix_len) if lens is None else lens[0]
 
     def hit_len(self, req: Req) -> int:
-        """Where the prefill of `req` will begin, if what it is to load can be loaded."""
+        """The start of the prefill of `req`, if what it is to load can be loaded."""
         lens = self._lens.get(req)
         return int(req.prefix_len) if lens is None else lens[1]
 

@@ -37,7 +37,7 @@ TOKEN_BYTES = array("q").itemsize
 
 @dataclass(slots=True)
 class LastMatch:
-    """Where the last look-up of a request ended: `depth` tokens of `prompt`, at the end of `node`;
+    """The end of the last look-up of a request: `depth` tokens of `prompt`, at the end of `node`;
     `best`: the node that it resumes from. next_key: the child of `node` that would continue the
     prompt, whatever part of it was looked up; None at its end. record: of `node`. changes: when all
     this was last seen to hold, as `TreeMatcher._changes` counts.

@@ -46,7 +46,7 @@ class PoolStateSlots:
         """
         self._decoding, self._rest = requests, rest
 
-    def on_finish(self) -> None:
+    def on_resources_freed(self) -> None:
         """A request that runs ended, or went back to the queue."""
         self._decoding = max(0, self._decoding - 1)
 
@@ -56,8 +56,8 @@ class PoolStateSlots:
         return self._decoding
 
     def send_back_if_waiting(self, params: MatchPrefixParams) -> None:
-        """Before a look-up: give back the slot that an earlier look-up of the request took, if it
-        still waits, and this one takes none or nothing is to be copied into that slot.
+        """Called before a look-up: give back the slot that an earlier look-up of the request took,
+        if it still waits, and this one takes none or nothing is to be copied into that slot.
 
         SGLang leaves it there when it asks the disk again for what the device has lost of a waiting
         prompt (scheduler.py:4261-4264). The state to be copied might be evicted meanwhile. It also

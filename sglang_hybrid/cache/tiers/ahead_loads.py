@@ -162,4 +162,4 @@ class AheadLoads:
 def _gives_way(pool: Pool, worth: float) -> bool:
     """True if there is a victim that is worth no more, and nobody waits for it."""
     found = pool.cheapest(last_resort=True)
-    return found is not None and found[1] <= worth and not found[0].standing
+    return found is not None and found[1] <= worth and not found[0].demand

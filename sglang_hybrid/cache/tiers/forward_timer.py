@@ -98,7 +98,7 @@ def _event(scheduler: Scheduler) -> Any:
 
 
 def _stream(scheduler: Scheduler) -> Any:
-    """Where forwards are launched (scheduler.py, run_batch)."""
+    """The stream on which forwards are launched (scheduler.py, run_batch)."""
     if str(scheduler.device) == "cpu":
         return None
     if scheduler.enable_overlap:

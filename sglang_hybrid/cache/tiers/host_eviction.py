@@ -27,7 +27,7 @@ def evict_from_host(
     """Free `wanted` tokens or states of the host's pool of `component`, or as many as may go
     (SGLang's `drive_host_eviction`, by recency: components/full.py, mamba.py).
 
-    A leaf that only the host has goes altogether. A leaf of the host's copies that is on the device
+    A leaf that only the host has is removed. A leaf of the host's copies that is on the device
     too loses its host copies, KV and state. Any other node loses its state.
     """
     tree = component.tree_core

@@ -32,7 +32,7 @@ most of their time. A server's first forwards are probes of its health, of a few
 
 @dataclass(frozen=True)
 class SpeedsMeasured:
-    """From the step at which it arrives on, every rank decides with these speeds."""
+    """A message with the speeds with which every rank decides from the step at which it arrives."""
 
     speeds: Speeds
 

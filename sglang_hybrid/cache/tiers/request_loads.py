@@ -62,10 +62,10 @@ class WayChooser:
         )
 
     def on_failed_load(self, req: Req) -> None:
-        """From now on `req` resumes from what is on the device."""
+        """Let `req` resume from what is on the device from now on."""
         self._without_loads[req] = True
 
-    def on_release(self, req: Req) -> None:
+    def on_resources_freed(self, req: Req) -> None:
         """`req` gave back all that it held. If it waits again, it may load again."""
         self._without_loads.pop(req)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CountedFull(FullComponent):
-    """KV whose evictions are counted where no state goes with it."""
+    """KV whose evictions are counted where no state is evicted with it."""
 
     def __init__(self, cache: Any, params: CacheInitParams) -> None:
         super().__init__(cache, params)
@@ -46,7 +46,7 @@ class CountedFull(FullComponent):
     def update_component_on_insert_overlap(
         self, node: UnifiedTreeNode, *args: Any, value_slice: Any, **named: Any
     ) -> int:
-        """Where KV is coded, what a request has computed anew takes its place."""
+        """Put what a request has computed anew into the place of coded KV."""
         coded = self._parts.coded
         if coded is not None and coded.adopt(node, value_slice):
             return 0

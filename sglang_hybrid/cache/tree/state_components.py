@@ -168,7 +168,7 @@ class RobustMamba(MambaComponent):
             self.cache.req_to_token_pool.free_mamba_cache(req)
 
     def _own_position(self, req: Req, token_ids_len: int) -> int:
-        """Where the state that a finished request leaves stands; 0 if the tree can keep none.
+        """The position of the state that a finished request leaves; 0 if the tree can keep none.
 
         The step in flight when a request ended has consumed its last token too, and SGLang has
         counted it (`kv_committed_len`): the live state is that of all tokens counted. It can be
@@ -285,7 +285,7 @@ class RobustMamba(MambaComponent):
 
 
 def _kind(req: Req, position: int, up_to: int, is_finished: bool) -> Kind:
-    """Why SGLang tracked this position (schedule_batch.py:3137-3236)."""
+    """The reason why SGLang tracked this position (schedule_batch.py:3137-3236)."""
     if position == req.mamba_branching_seqlen:
         return Kind.BRANCH
     if is_finished:

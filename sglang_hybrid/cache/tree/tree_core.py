@@ -132,8 +132,9 @@ class HybridTreeCore(MarkedTreeCore):
         return self._advance_insert()
 
     def _start_of(self, params: InsertParams) -> tuple[UnifiedTreeNode, int] | None:
-        """Where an insertion of a whole path may begin, and at how many tokens; None if only SGLang
-        can tell: what the inserter holds may be compared at once, and nothing of it is freed.
+        """The node where an insertion of a whole path may begin, and its tokens; None if only
+        SGLang can tell: what the inserter holds may be compared at once, and nothing of it is
+        freed.
         """
         if (
             not is_plain(self)
@@ -176,7 +177,7 @@ class HybridTreeCore(MarkedTreeCore):
         self.shadow_tree.on_split(head, child)
         return head, action
 
-    # What is copied to the host.
+    # Copies to the host
 
     @property
     def demotes_states(self) -> bool:
@@ -263,7 +264,7 @@ class HybridTreeCore(MarkedTreeCore):
         copies of either kind compete.
         """
 
-    # Where copies come and go.
+    # Events of copies
 
     @property
     def evictable_device_leaves(self) -> set[UnifiedTreeNode]:

@@ -18,7 +18,7 @@ ALWAYS_EXACT = (Kind.DECLARED, Kind.PROMPT_END)
 
 
 class Skip(Enum):
-    """Why a position gets no checkpoint."""
+    """The reason why a position gets no checkpoint."""
 
     DUPLICATE = "duplicate"  # there is one already, or another reason took it
     NOT_COMPUTED = "not_computed"  # inside the hit, or past the usable prompt
@@ -74,8 +74,8 @@ class Prefill:
         return self.prompt_len if self.is_repeated else self.prompt_len - 1
 
     def branch_points(self) -> list[int]:
-        """Where this prompt leaves what was seen before, deepest first: by the history, and by the
-        stored KV.
+        """The positions where this prompt leaves what was seen before, deepest first: by the
+        history, and by the stored KV.
         """
         known = {min(self.kv_len, self.prompt_len - 1), self.known_branch}
         return sorted(known - {0}, reverse=True)
@@ -117,11 +117,11 @@ def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
 
 
 def last_boundary(start: int, end: int, grid: int) -> int | None:
-    """Where the forward of tokens [start, end) of a prompt passes a boundary that SGLang would keep
-    a state at: the last multiple of `grid` from `start`; None if there is none.
+    """The position at which the forward of tokens [start, end) of a prompt passes a boundary that
+    SGLang would keep a state at: the last multiple of `grid` from `start`; None if there is none.
 
-    Nobody knows where a prompt will be left, and when KV runs short its end goes first: a state in
-    between is worth a free slot.
+    It is unknown where other prompts will leave this one, and when KV runs short its end is evicted
+    first: a state in between is worth a free slot.
     """
     boundary = start + (end - start) // grid * grid
     return boundary if boundary > start else None
@@ -154,7 +154,8 @@ def screen(
 
 
 def worth(position: int, kind: Kind, slot_budget: SlotBudget) -> Skip | None:
-    """Why a checkpoint is not taken where no slot is free; None if it is worth what it pushes out.
+    """The reason why a checkpoint is not taken where no slot is free; None if it is worth what it
+    pushes out.
 
     A declared position is worth the cheapest victim: the client said that it comes back. A chunk's
     end is worth a free slot only, and so is a prompt's, which serves the same prompt again, unless

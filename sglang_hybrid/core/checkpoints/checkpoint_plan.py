@@ -140,8 +140,8 @@ class CheckpointPlan(Generic[Slot]):
     def take_passed(
         self, slots: StateSlots[Slot], start: int, end: int, grid: int, min_branch_tokens: int
     ) -> tuple[list[PendingCheckpoint[Slot]], list[tuple[CheckpointRequest, Skip]]]:
-        """Before a forward of tokens [start, end): the states that it will save, each with its
-        slot, and the wanted ones that it will not save, each with the reason.
+        """Called before a forward of tokens [start, end). Returns the states that it will save,
+        each with its slot, and the wanted ones that it will not save, each with the reason.
         """
         self._want_a_boundary(start, end, grid, min_branch_tokens)
         return self.take(slots, [at for at in self.wanted if start < at <= end], end)

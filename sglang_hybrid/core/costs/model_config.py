@@ -1,4 +1,4 @@
-"""From a Hugging Face config to a list of layers: one reader per family of hybrid models."""
+"""Reads a Hugging Face config into a list of layers: one reader per family of hybrid models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sglang_hybrid.core.costs.model_parts import (
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GIGACHAT_NORM_RANK = 16
-"""Between the two matrices of a norm's gate (SGLang's models/gigachat35.py:45)."""
+"""The width between the two matrices of a norm's gate (SGLang's models/gigachat35.py:45)."""
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class Account(MemoryAccount):
         self.monitor.enter(MemoryState.BALANCED if moved else taker.short, 0 if moved else missing)
         return moved
 
-    def on_release(self, kind: MemoryKind, size: int) -> None:
+    def on_free(self, kind: MemoryKind, size: int) -> None:
         """`kind` has released physical memory of `size` bytes that it kept."""
         self.kept[kind] -= size
 

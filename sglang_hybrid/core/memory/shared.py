@@ -17,7 +17,7 @@ class SharedMemory(ABC):
     @property
     @abstractmethod
     def account(self) -> MemoryAccount:
-        """Who has which bytes."""
+        """The account of which kind has which bytes."""
 
     @property
     @abstractmethod

@@ -49,7 +49,7 @@ class AnswerLengths:
     def __len__(self) -> int:
         return len(self._averages)
 
-    def on_finish(self, keys: Sequence[Hashable], tokens: int) -> None:
+    def on_request_end(self, keys: Sequence[Hashable], tokens: int) -> None:
         """An answer of `tokens` tokens ended. keys: as for `predict`."""
         for key in keys:
             average = self._averages.get(key)

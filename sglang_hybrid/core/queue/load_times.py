@@ -1,4 +1,5 @@
-"""When the load of a waiting request must start so that it ends when its request has its turn.
+"""The time at which the load of a waiting request must start so that it ends when its request has
+its turn.
 
 CaR III B 2 starts a transfer at the first t at which
 

@@ -44,8 +44,8 @@ class LoadCounts:
 
     @property
     def complete(self) -> float | None:
-        """Of the loads for which there was time and room, the share that was complete at the turn;
-        None if there were none.
+        """The share of loads, among those for which there was time and room, that was complete at
+        the turn; None if there were none.
         """
         possible = self.loads - self.no_time - self.no_room
         return self.used / possible if possible else None
@@ -216,7 +216,7 @@ class LoadsAhead(Generic[Name]):
         """
         self.running[name] = Decoding(since, self.lengths.predict(keys, allowed))
 
-    def on_finish(self, name: Name, keys: Sequence[Hashable], tokens: int) -> None:
+    def on_request_end(self, name: Name, keys: Sequence[Hashable], tokens: int) -> None:
         """`name`, if it decoded, has an answer of `tokens` tokens."""
         if self.running.pop(name, None) is not None:
-            self.lengths.on_finish(keys, tokens)
+            self.lengths.on_request_end(keys, tokens)

@@ -1,4 +1,4 @@
-"""In which order waiting requests run.
+"""Orders in which waiting requests run.
 
 An order looks at the requests at the front of the queue and gives each a key; the smallest runs
 first. Behind the front the queue is first-come.
@@ -19,7 +19,7 @@ Key = tuple[float, ...]
 
 class Order(Protocol):
     """name: as in flags and tables. holds: whether what requests at the front would resume from is
-    kept for them (core/queue/standings.py).
+    kept for them (core/queue/demand.py).
     """
 
     @property

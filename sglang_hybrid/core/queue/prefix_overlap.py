@@ -12,6 +12,8 @@ from collections.abc import Hashable, KeysView
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.records.edges import common_bytes
+
 TOKEN_BYTES = 4
 NEIGHBOURS = 64  # that one prompt is compared with on either side
 
@@ -119,10 +121,5 @@ def as_key(prompt: npt.ArrayLike) -> bytes:
 
 
 def common_prefix(one: bytes, other: bytes) -> int:
-    """Tokens at which two keys begin alike."""
-    count = min(len(one), len(other)) // TOKEN_BYTES
-    if not count:
-        return 0
-    differs = np.frombuffer(one, np.uint32, count) != np.frombuffer(other, np.uint32, count)
-    first = int(differs.argmax())
-    return first if differs[first] else count
+    """The number of tokens that two keys begin with alike."""
+    return common_bytes(one, other, 0) // TOKEN_BYTES

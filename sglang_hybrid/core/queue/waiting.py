@@ -21,8 +21,8 @@ class ReuseKind(IntEnum):
 
     @classmethod
     def of(cls, hit_len: int, *, loads: bool) -> ReuseKind:
-        """Of a request that reuses `hit_len` tokens. loads: some of them are not on the device, or
-        are still being loaded.
+        """The kind of a request that reuses `hit_len` tokens. loads: some of them are not on the
+        device, or are still being loaded.
         """
         if loads:
             return cls.TO_LOAD

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Collection, MutableMapping
 from typing import Generic, TypeAlias
 
+from sglang_hybrid.core.queue.demand import DemandForNodes
 from sglang_hybrid.core.queue.orders import Order
-from sglang_hybrid.core.queue.standings import Standings
 from sglang_hybrid.core.queue.waiting import Bound, Name, Prospect, Waiting
 from sglang_hybrid.core.records.nodes import Node
 
@@ -33,7 +33,7 @@ class WaitingQueue(Generic[Name]):
         bound: after which a request is overtaken no more.
         look_up: asked for each request at the front, once per round.
         arrived: when a request arrived, in seconds on the clock that all ranks share.
-        move_standing: adds to the standing of a node (`NodeTree.move_standing`), for orders that
+        move_demand: adds to the demand of a node (`NodeTree.move_demand`), for orders that
             keep what requests at the front would resume from. None: there is no tree of records.
         priority: a number that is smaller for requests that run first; None: all have the same.
         known: keeps a record of each request that was at the front, until it has left. A
@@ -47,7 +47,7 @@ class WaitingQueue(Generic[Name]):
         look_up: Callable[[Name], Found],
         arrived: Callable[[Name], float],
         *,
-        move_standing: Callable[[Node, int], None] | None = None,
+        move_demand: Callable[[Node, int], None] | None = None,
         priority: Callable[[Name], int] | None = None,
         known: MutableMapping[Name, Waiting[Name]] | None = None,
     ) -> None:
@@ -55,9 +55,9 @@ class WaitingQueue(Generic[Name]):
         self.bound = bound
         self.front: dict[Name, Waiting[Name]] = {}
         self._look_up, self._arrived, self._priority = look_up, arrived, priority
-        self._standings: Standings[Name] | None = None
-        if order.holds and move_standing is not None:
-            self._standings = Standings(move_standing)
+        self._demand: DemandForNodes[Name] | None = None
+        if order.holds and move_demand is not None:
+            self._demand = DemandForNodes(move_demand)
         self._known: MutableMapping[Name, Waiting[Name]] = {} if known is None else known
         self._last_number = 0
         self._now = 0.0
@@ -65,7 +65,7 @@ class WaitingQueue(Generic[Name]):
     @property
     def holds(self) -> int:
         """Requests, waiting or running, whose node is evicted after all others."""
-        return 0 if self._standings is None else len(self._standings)
+        return 0 if self._demand is None else len(self._demand)
 
     @property
     def known(self) -> Collection[Name]:
@@ -94,14 +94,14 @@ class WaitingQueue(Generic[Name]):
         keyed.sort()
         self.front = {waiting.name: waiting for _, waiting in keyed}
         queue[:count] = self.front
-        if self._standings is not None:
-            self._standings.keep_waiting(self.front)
+        if self._demand is not None:
+            self._demand.keep_waiting(self.front)
 
     def look_up(self, name: Name) -> Prospect:
         """The result of a look-up of `name` now. The node to resume from is kept for it."""
         prospect, node = self._look_up(name)
-        if self._standings is not None:
-            self._standings.on_wait(name, node)
+        if self._demand is not None:
+            self._demand.on_wait(name, node)
         return prospect
 
     def can_run(self, name: Name) -> bool:
@@ -125,24 +125,24 @@ class WaitingQueue(Generic[Name]):
         if own is not None:
             for waiting in self.front.values():
                 waiting.overtaken += self._before(waiting, own)
-        if self._standings is not None:
-            self._standings.on_start(name)
+        if self._demand is not None:
+            self._demand.on_start(name)
         return own
 
     def on_abort(self, name: Name) -> None:
         """`name` left the queue and will not run."""
         self._leave(name)
-        self.on_finish(name)
+        self.on_request_end(name)
 
-    def on_finish(self, name: Name) -> None:
+    def on_request_end(self, name: Name) -> None:
         """`name` runs no more: it ended, was aborted, or was retracted."""
-        if self._standings is not None:
-            self._standings.on_finish(name)
+        if self._demand is not None:
+            self._demand.on_request_end(name)
 
     def on_flush(self) -> None:
         """The tree was emptied."""
-        if self._standings is not None:
-            self._standings.forget_all()
+        if self._demand is not None:
+            self._demand.forget_all()
 
     def _leave(self, name: Name) -> Waiting[Name] | None:
         self.front.pop(name, None)
@@ -154,7 +154,9 @@ class WaitingQueue(Generic[Name]):
         return waiting.number < other.number and waiting.priority == other.priority
 
     def _number(self, name: Name) -> float:
-        """Of a request that was at the front; those that never were came later than all of them."""
+        """The number of a request that was at the front; those that never were came later than all
+        of them.
+        """
         known = self._known.get(name)
         return math.inf if known is None else known.number
 

@@ -1,4 +1,4 @@
-"""Where the coded KV of nodes lies: slots of the pool, each with room for several coded tokens."""
+"""Places of the coded KV of nodes: slots of the pool, each of which holds several coded tokens."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class NodeTree:
         self.root = Node(0, None, 0, self.clock)
 
     def listen(self, listener: Listener, *, from_now: bool = False) -> None:
-        """From now on tell `listener` what changes, beginning with every node there is, unless it
+        """Tell `listener` what changes from now on, beginning with every node there is, unless it
         wants none of these (`from_now`).
         """
         self._listeners.append(listener)
@@ -160,10 +160,10 @@ class NodeTree:
             self.mark_dirty(node)
             self._mark_lowest_dirty(node)
 
-    def move_standing(self, node: Node, by: int) -> None:
-        """Change the standing of `node` by `by`: what requests that wait or run need of it."""
-        node.standing += by
-        if node.parent is not None and (node.standing == by or not node.standing):
+    def move_demand(self, node: Node, by: int) -> None:
+        """Change the demand of `node` by `by`."""
+        node.demand += by
+        if node.parent is not None and (node.demand == by or not node.demand):
             self.mark_dirty(node)
 
     def code_kv(self, node: Node, coded: bool) -> None:

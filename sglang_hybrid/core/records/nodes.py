@@ -13,7 +13,7 @@ NEVER: Final = 2.0**52
 
 
 class Kind(Enum):
-    """Why a checkpoint was taken."""
+    """The reason why a checkpoint was taken."""
 
     DECLARED = "declared"
     BRANCH = "branch"
@@ -64,7 +64,7 @@ class Node:
     history_tree.HistoryNode whose returns this node serves, None if there is none (a clairvoyant
     policy stores the tick of the next use). inherited_demand: what a policy notes of states evicted
     below. taken: tick and seconds at which its state was taken. prefix_hash: hash of all tokens
-    down to its end, None until it is asked for. standing: requests of the window that would resume
+    down to its end, None until it is asked for. demand: requests of the window that would resume
     from it count 1 each, running ones that did 2. pin: that clients keep it by, None without one.
     payload: what the cache attaches to the record: SGLang's tree node, or the tokens of the edge.
     copies: where its KV and its state have copies (places.Copies), None without tiers. changes: how
@@ -81,6 +81,7 @@ class Node:
         "coded_kv",
         "coded_state",
         "copies",
+        "demand",
         "depth",
         "exact_children",
         "has_state",
@@ -98,7 +99,6 @@ class Node:
         "pin",
         "prefix_hash",
         "stamp",
-        "standing",
         "state_locked",
         "stays_exact",
         "taken",
@@ -123,7 +123,7 @@ class Node:
         self.inherited_demand: Any = None
         self.taken = (clock.tick, clock.stamp)
         self.prefix_hash: int | None = None
-        self.standing = 0
+        self.demand = 0
         self.pin: Pin | None = None
         self.payload: Any = None
         self.copies: Any = None

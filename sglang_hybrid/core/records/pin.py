@@ -15,10 +15,10 @@ from enum import Enum
 from typing import Final
 
 DEFAULT_SHARE: Final = 0.25
-"""Of the memory, for the pins of one payer."""
+"""The share of the memory for the pins of one payer."""
 
 MOST_OF_ALL: Final = 0.5
-"""Of the memory, for the pins of all payers."""
+"""The share of the memory for the pins of all payers."""
 
 
 class Priority(Enum):

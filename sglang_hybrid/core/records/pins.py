@@ -55,8 +55,8 @@ class Pins:
         self._forget()
 
     def follow(self, clock: Clock, mark_dirty: Callable[[Node], None]) -> None:
-        """From now on these are the pins of a tree that has none yet, with its clock and its
-        function for a node that changed.
+        """Become the pins of a tree that has none yet, with its clock and its function for a node
+        that changed.
         """
         self._clock, self._mark_dirty = clock, mark_dirty
         self._forget()
@@ -74,7 +74,7 @@ class Pins:
 
     @property
     def _bytes(self) -> int:
-        """Of the memory: 0 where nothing can be pinned."""
+        """Bytes of the memory: 0 where nothing can be pinned."""
         return 0 if self._room is None else self._room.kv + (self._room.states or 0)
 
     @property

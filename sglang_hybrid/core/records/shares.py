@@ -18,7 +18,7 @@ NOBODY: Final = object()
 
 
 def payer_of(tenant: Hashable) -> Hashable:
-    """Who is charged for what a tenant holds: its attribute `payer`, or else the tenant itself."""
+    """The payer of what a tenant holds: its attribute `payer`, or else the tenant itself."""
     return getattr(tenant, "payer", tenant)
 
 

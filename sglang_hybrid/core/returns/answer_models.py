@@ -12,12 +12,12 @@ from sglang_hybrid.core.records.shares import Shares, payer_of
 from sglang_hybrid.core.returns.answers import AnswerModel, Calibration, LearntAnswers
 
 LEAST_BYTES: Final = 32 << 10
-"""Of a model that has learnt something: below that it forgets nothing more."""
+"""The least bytes of a model that has learnt something: below that it forgets nothing more."""
 
 ADMITTED: Final = 64
-"""Where all models are as small as that: of so many tenants that come anew, one takes the place of
-the tenant that was absent longest. If all did, more tenants in rotation than there is room for
-would leave each other nothing.
+"""Where all models are as small as LEAST_BYTES: one of so many tenants that come anew takes the
+place of the tenant that was absent longest. If all did, more tenants in rotation than there is room
+for would leave each other nothing.
 """
 
 

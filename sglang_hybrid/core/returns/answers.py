@@ -36,14 +36,14 @@ POSITIVES, NEGATIVES = 2_000, 1_000
 WAITING = 2_000
 """Answers that wait for a return; of more, the oldest is given up."""
 REPLAYS = 2
-"""Of each sign, per label."""
+"""Replayed answers of each sign, per label."""
 INTERVALS = 512
 """Last intervals until a return, from which it is judged when none comes any more."""
 PATIENCE, QUANTILE = 2.0, 0.9
 REFIT_EVERY = 16
 """Returns after which it is judged anew."""
 LEAST_LABELS = 3
-"""Of each sign, before a prediction counts."""
+"""Labels of each sign that are needed before a prediction counts."""
 GAIN, EVIDENCE = 0.05, 6.0
 """Nats per label, and in all, by which predictions must have been better than the share of returns.
 """
@@ -57,12 +57,12 @@ WAITS = (8.0, 64.0)
 BUCKETS = EXPECTATIONS + 1 + len(WAITS)
 """The number of buckets: `bucket_of` returns less."""
 MODEL_BYTES = 8 << 10
-"""Of a model, as it begins."""
+"""Bytes of a model, as it begins."""
 ANSWER_BYTES = 500
-"""Of what is known of an answer."""
+"""Bytes of what is known of an answer."""
 INTERVAL_BYTES = 32
 LEARNT_BYTES = 2 << 10
-"""Of what a model has learnt (`LearntAnswers`), beside its features and intervals."""
+"""Bytes of what a model has learnt (`LearntAnswers`), beside its features and intervals."""
 
 
 def features_of(answer: npt.ArrayLike) -> Features:
@@ -265,7 +265,7 @@ class AnswerModel:
             return None
         return self.hints.times.expected(hint.seconds)
 
-    def on_end(self, tokens: npt.ArrayLike, time: float, hint: Hint | None = None) -> Answer:
+    def on_answer_end(self, tokens: npt.ArrayLike, time: float, hint: Hint | None = None) -> Answer:
         """An answer [n] of token ids ended; from now on it waits for a return."""
         features = features_of(tokens)
         predicted = self.predict(features)

@@ -19,7 +19,7 @@ FIRST_SQUARES: Final = 0.1
 MOST_SPARSE: Final = FEATURES // 8
 """Features from which on all have their place: finding those that occurred would take longer."""
 FEATURE_BYTES: Final = 10
-"""Of a feature that occurred."""
+"""Bytes of a feature that occurred."""
 
 
 class FeatureWeights:

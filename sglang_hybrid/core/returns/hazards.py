@@ -268,8 +268,8 @@ class ReturnEstimate:
         return rates, ends
 
     def probability(self, reuse_class: int, age: float, horizon: float) -> float:
-        """Of a return within `horizon`, of a position that was last used `age` ago. Within a bin
-        returns are spread evenly.
+        """The probability of a return within `horizon`, of a position that was last used `age` ago.
+        Within a bin returns are spread evenly.
         """
         ages = np.concatenate([[0.0], self._edges])
         survival = self._survival[self._row[reuse_class]]

@@ -13,7 +13,9 @@ without a hint.
 """
 
 LEAST_DIFFERENCE: Final = 0.2
-"""Between the probabilities with a hint and without one, from which on the hint says something."""
+"""The difference between the probabilities with a hint and without one, from which on the hint says
+something.
+"""
 
 BELIEF_WEIGHT: Final = 2.0
 """Hints that the first belief counts for: one that proves false is enough to doubt the next."""
@@ -42,7 +44,9 @@ class HintRecord:
         return abs(self.probability(hint) - self.probability(None)) > LEAST_DIFFERENCE
 
     def probability(self, hint: Hint | None) -> float:
-        """Of a return after `hint`: the share of those so far, shrunk towards `FIRST_BELIEF`."""
+        """The probability of a return after `hint`: the share of those so far, shrunk towards
+        `FIRST_BELIEF`.
+        """
         kind = None if hint is None else hint.next
         believed = BELIEF_WEIGHT * FIRST_BELIEF[kind]
         return (believed + self._returned[kind]) / (BELIEF_WEIGHT + self._given[kind])

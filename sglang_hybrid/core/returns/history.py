@@ -303,7 +303,7 @@ class History:
         model.give_up(now)
         if not len(answer_ids) and hint is None:
             return None
-        answer = model.on_end(answer_ids, now, self._in_its_time(hint))
+        answer = model.on_answer_end(answer_ids, now, self._in_its_time(hint))
         if not self.answers_count:
             answer.believe_nothing()
         return answer

@@ -16,7 +16,7 @@ from sglang_hybrid.core.returns.reuse import ReuseIndex
 
 HISTORY_NODE_BYTES = 600
 ANSWER_BYTES = 500
-"""Of what is known of an answer; it is counted where the answer's sequence ends."""
+"""Bytes of what is known of an answer; they are counted where the answer's sequence ends."""
 TOKEN_BYTES = 2
 NO_INTERVAL = -1
 

@@ -20,7 +20,7 @@ ENDED, UNENDED = 0, 1
 FADED = 1_024
 """Weights that are computed beforehand: of what so many intervals and fewer began after."""
 REFUTED = 6.0
-"""By how much (in nats) the short estimate must foretell better."""
+"""The amount (in nats) by which the short estimate must foretell better."""
 LEAST: Final = 1e-4
 """Probability of what nobody expects."""
 EVIDENCE = 64
@@ -73,7 +73,7 @@ class IntervalCounts:
         """An open interval now belongs to class `after`; it weighs there what it did before."""
         self._number[interval_id] += self._begun[after] - self._begun[before]
 
-    def on_end(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
+    def on_interval_end(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
         """An interval ended in this bin."""
         self._fade(reuse_class)
         self._counts[reuse_class, ENDED, age_bin] += self._weight(interval_id, reuse_class)
@@ -198,14 +198,14 @@ class IntervalNews:
             self._seen.frombytes(bytes(8 * (interval + 1)))
         self._seen[interval] = 0
 
-    def on_end(self, interval: int, number: int, age_bin: int) -> None:
+    def on_interval_end(self, interval: int, number: int, age_bin: int) -> None:
         """An interval of the class of that number ended in this bin, having passed those before."""
         self._ended[number, age_bin] += 1
         self._touched.add(number)
         self.on_close(interval, number, age_bin)
 
     def on_move(self, interval: int, before: int, after: int) -> None:
-        """From now on an open interval counts for the class of number `after`."""
+        """Count an open interval for the class of number `after` from now on."""
 
     def on_close(self, interval: int, number: int, age_bin: int) -> None:
         """An interval has passed all bins before this one, and is observed no more."""

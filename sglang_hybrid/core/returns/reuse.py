@@ -42,7 +42,7 @@ from sglang_hybrid.core.returns.intervals import (
 
 REBUILD_EVERY: Final = 32  # requests
 MICROSECONDS: Final = 2_000
-"""Of a rebuilding, per request: all of it where there is little."""
+"""Microseconds of a rebuilding per request: all of it where there is little."""
 INTERVALS_AT_ONCE: Final = 4_096  # in one step of it
 PER_INTERVAL, PER_START = 0.05, 100.0  # microseconds
 SEARCHED: Final = 1_000  # ages that are searched for among the bins
@@ -127,7 +127,7 @@ class ReuseIndex:
         interval = time - self._since[interval_id]
         number, age_bin = self._number[interval_id], self._bin(interval)
         for observer in self._observers:
-            observer.on_end(interval_id, number, age_bin)
+            observer.on_interval_end(interval_id, number, age_bin)
         self._begins(interval_id, number, time)
         return interval
 

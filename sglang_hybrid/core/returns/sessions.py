@@ -1,4 +1,4 @@
-"""When sessions are expected back: what they need may be loaded before they come."""
+"""The times at which sessions are expected back: what they need may be loaded before they come."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where the KV and the states of nodes have copies, the cheapest way to a position, and what a copy
-is worth.
+"""Copies of the KV and the states of nodes, the cheapest way to a position, and what a copy is
+worth.
 
 The value of a copy is what it saves over the next best way to the same point (design.md 7):
 
@@ -151,8 +151,8 @@ class Placement:
             self._count(node, tier, 1)
 
     def drop_kv(self, node: Node, tier: Tier) -> None:
-        """`tier` has it no more. Before its last copy goes, `node` must be a leaf; the caller then
-        removes it from the tree.
+        """Note that `tier` has the KV of `node` no more. Before its last copy is dropped, `node`
+        must be a leaf; the caller then removes it from the tree.
         """
         copies = copies_of(node)
         if copies.has_kv(tier):
@@ -289,11 +289,11 @@ def unit_of(
 
     A node gives up its KV and its state in `tier` together if none of its children has KV there,
     and if its KV has another copy, or no children need it. Any other node gives up its state only.
-    On the device, nothing goes that a running request holds.
+    On the device, nothing that a running request holds is evicted.
 
-    demotes_to: the tier that what goes is written to. What has no slower copy yet is then worth
-    what it saves over one there. counted: a mask of tiers; copies in others are left out of what it
-    is worth.
+    demotes_to: the tier that victims are written to. A victim that has no slower copy yet is then
+    worth what it saves over one there. counted: a mask of tiers; copies in others are left out of
+    what it is worth.
     """
     copies = copies_of(node)
     if node.parent is None or copies.is_pinned(tier):
@@ -326,11 +326,11 @@ def seconds_saved(
     """Seconds that the copies of `node` in `tier`, of its KV or state or both, save a request that
     returns to `node`: those of the best way without them minus those of the best way with them.
 
-    Copies of the same in faster tiers do not count: they are expected to go first. So that the
-    value depends on nothing but the node and its anchor, the anchor's state is taken to be on the
-    device, and the KV between the anchor and `node` to be where that of `node`'s own edge is. Where
-    KV goes that only nodes below need, it saves a slower load of its own edge, or computing that.
-    demotes_to: what goes is written to this tier. counted: as in `unit_of`.
+    Copies of the same in faster tiers do not count: they are expected to be evicted first. So that
+    the value depends on nothing but the node and its anchor, the anchor's state is taken to be on
+    the device, and the KV between the anchor and `node` to be where that of `node`'s own edge is.
+    Where the KV is needed by nodes below only, it saves a slower load of its own edge, or computing
+    that. demotes_to: victims are written to this tier. counted: as in `unit_of`.
     """
     copies = copies_of(node)
     written = 0 if demotes_to is None else 1 << demotes_to

@@ -18,7 +18,7 @@ from sglang_hybrid.core.costs.cost import FloatArray
 
 
 class Tier(IntEnum):
-    """Where a copy can be, the fastest first."""
+    """The tiers in which a copy can be, the fastest first."""
 
     DEVICE = 0
     HOST = 1

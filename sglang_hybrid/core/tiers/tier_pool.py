@@ -31,7 +31,9 @@ LOOKED_AT: Final = 64
 
 
 class SpeedsInForce(Protocol):
-    """Where the speeds to decide with are read. `speeds` is another object after a change."""
+    """The object from which the speeds to decide with are read. `speeds` is another object after a
+    change.
+    """
 
     speeds: Speeds
 
@@ -89,9 +91,9 @@ class TierPool(Pool):
         return list(self._next_victims(needed))
 
     def next_uncopied(self, needed: int) -> Iterator[Node]:
-        """Of `next_victims`, in order, those of which the next slower tier lacks something and has
-        refused nothing since their last use. To be asked anew when one of them was copied. Finding
-        the first one takes a few passes over arrays, as the choice of a victim does.
+        """The nodes of `next_victims`, in order, of which the next slower tier lacks something and
+        has refused nothing since their last use. To be asked anew when one of them was copied.
+        Finding the first one takes a few passes over arrays, as the choice of a victim does.
         """
         for node in self._next_victims(needed, KvEdges.LACKS_COPY):
             if was_refused(node):
@@ -112,7 +114,7 @@ class TierPool(Pool):
         slots, every = self._slots(table), np.arange(len(nodes))
 
         def is_needed(row: int) -> bool:
-            """True if what goes before this row frees too little."""
+            """True if the victims before this row free too little."""
             score = scores[row]
             before = (scores < score) | ((scores == score) & (every < row))
             return edges.freed_by(np.concatenate([worthless, slots[before]])) < needed
@@ -130,7 +132,7 @@ class TierPool(Pool):
         for row in rows[:count].tolist():
             yield nodes[row]
 
-    # What goes with what, as arrays.
+    # Arrays of what is freed together
 
     def _followed_edges(self) -> KvEdges:
         """The edges of the tree, which are followed from the first call on, with a candidate."""

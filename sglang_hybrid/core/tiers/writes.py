@@ -174,7 +174,7 @@ class AverageReturns:
         self._loads = self._kept = 1.0
 
     def now(self) -> float:
-        """Of the latest states."""
+        """The average returns of the latest states."""
         loads, kept = self._totals()
         self._loads += loads - self._seen[0]
         self._kept += kept - self._seen[1]

@@ -18,14 +18,14 @@ from sglang_hybrid.core.traffic.requests import Request, TokenArray
 
 _MOST = (1 << 31) - 1  # of int32
 RECORD_BYTES = 400
-"""Of a record beside its tokens."""
+"""Bytes of a record beside its tokens."""
 
 MOST_RECORD_BYTES: Final = 64 << 20
 MOST_REQUESTS: Final = 4_096
 """Bounds on the requests that a server remembers, and on those that it replays."""
 
 FEWEST_REQUESTS: Final = 16
-"""With fewer, nothing is replayed."""
+"""The least requests that are replayed."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import Hint
 
 MOST_TOKENS: Final = 1 << 24
-"""Of one request, prompt and answer: more than any model's context."""
+"""Tokens of one request, prompt and answer: more than any model's context."""
 
 TokenArray = npt.NDArray[np.int32]
 Seconds = Annotated[float, Meta(ge=0, le=1e15)]

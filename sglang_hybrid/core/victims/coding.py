@@ -7,7 +7,7 @@ nothing is left to code, or when that is worth less than what coding another ent
 
 The KV of a node is coded after that of its children, so that a path is exact down to some node and
 coded below it. KV that serves nothing but what is below, of nodes without a state of their own that
-is not coded, goes with the last of these.
+is not coded, is coded with the last of these.
 """
 
 from __future__ import annotations

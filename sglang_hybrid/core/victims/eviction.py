@@ -24,7 +24,8 @@ from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.returns.history_tree import NO_INTERVAL, HistoryNode
 from sglang_hybrid.core.victims.table import Table
 
-FEW = 3
+SCALAR_UPDATE_ROWS = 3
+"""Up to so many rows, scores are updated one by one: for two victims arrays would cost more."""
 
 
 class Policy:
@@ -59,7 +60,9 @@ class Policy:
         return table.column(0)
 
     def return_probability(self, node: Node, clock: Clock) -> float | None:
-        """That a request resumes from the state of `node` again; None if the policy cannot tell."""
+        """The probability that a request resumes from the state of `node` again; None if the policy
+        cannot tell.
+        """
         return None
 
     def on_eviction(self, node: Node, score: float) -> None:
@@ -238,7 +241,7 @@ class Reuse(Policy):
         if table.version != index.version:
             table.version = index.version
             stale = np.arange(len(table))
-        if len(stale) <= FEW:  # as between two victims, where arrays cost more than they save
+        if len(stale) <= SCALAR_UPDATE_ROWS:
             for row in stale.tolist():
                 reuse_class, last, inherited, since, saved = (
                     float(table.column(i)[row]) for i in range(5)

@@ -88,8 +88,7 @@ class Pool:
     Five tables, asked in this order: leaves without a state, oldest first; candidates, lowest score
     first, where entries may be coded only those of which something can be; what is coded already
     (of both, what costs least: `_code_or_evict`); only when asked for, the states with several
-    children that a policy spares; and what requests that wait or run have a standing in, lowest
-    standing first.
+    children that a policy spares; and nodes with demand, the lowest demand first.
 
     further_columns: numbers of a row beside the policy's.
     """
@@ -185,13 +184,13 @@ class Pool:
         return first if loses < worth else other
 
     def _least_wanted(self) -> tuple[Node, float] | None:
-        """Of the nodes with a standing, one of the lowest standing; of these, the lowest score."""
+        """The node with the lowest demand above 0; of several, that with the lowest score."""
         table = self._wanted
         if not len(table):
             return None
         scores = self.policy.scores(table, self.clock).copy()
-        standing = np.array([node.standing for node in table.nodes])
-        scores[standing > standing.min()] = np.inf
+        demand = np.array([node.demand for node in table.nodes])
+        scores[demand > demand.min()] = np.inf
         return table.lowest(scores)
 
     @property
@@ -205,7 +204,7 @@ class Pool:
 
     def compare_with_victim(self, node: Node) -> VictimComparison | None:
         """The score that `node`, which no tree holds yet, would have if it gave back one state,
-        beside the cheapest victim's; None if what goes has no score. Scores compare within one
+        beside the cheapest victim's; None if the victim has no score. Scores compare within one
         table only, so it joins theirs for the moment. Where entries may be coded, it will be, too,
         and what is lost for it in the end is coded already.
         """
@@ -312,7 +311,7 @@ class Pool:
         freed, saved = self._weigh(node)
         if not freed:
             return None, 0, 0
-        if node.standing:
+        if node.demand:
             return self._wanted, freed, saved
         if self._is_worthless(node, saved) and self.policy.stateless_first:
             return self._stateless, freed, saved

@@ -78,7 +78,7 @@ class Learning:
         self._collected = Learnt(NO_CLASSES)
         self._uncollected: Iterator[tuple[str, LearntAnswers]] | None = None
 
-    def finished(self) -> None:
+    def on_request_end(self) -> None:
         """A request ended."""
         self.ended += 1
 

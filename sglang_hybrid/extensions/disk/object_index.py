@@ -73,7 +73,7 @@ class ObjectIndex:
         """All files, the one that is expected to be used least often first. Of equals the longest
         unused is first; of files that were used at the same time, the one that was written last.
         """
-        return self._by_rate(now, lambda rate, it: (rate, it.last_use, -it.header.written))
+        return self._by_rate(now, lambda rate, file: (rate, file.last_use, -file.header.written))
 
     def warmest(self, now: float) -> list[StoredFile]:
         """All files, the one that is expected to be used most often first. Of equals, and where no
@@ -82,9 +82,9 @@ class ObjectIndex:
         """
         return self._by_rate(
             now if self._knows_uses else None,
-            lambda rate, it: (
-                *(-rate, -int(it.last_use / 60)),
-                *(it.header.kind == "kv", -it.last_use),
+            lambda rate, file: (
+                *(-rate, -int(file.last_use / 60)),
+                *(file.header.kind == "kv", -file.last_use),
             ),
         )
 

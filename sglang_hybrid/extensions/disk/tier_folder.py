@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_hybrid.core.own_files import open_regular
+from sglang_hybrid.core.own_files import lock_within, open_regular
 
 TIER = "sglang_hybrid-tier"
 """The folder of ours in the one that the operator names."""
@@ -82,7 +80,11 @@ def tier_lock(tier: Path, seconds: float) -> Iterator[None]:
         )
     marker = open_regular(tier / _MARKER, os.O_RDWR | os.O_CREAT)
     try:
-        _wait_for(marker, tier, seconds)
+        if not lock_within(marker, seconds):
+            raise FolderError(
+                f"another server has locked {tier} for {seconds:g} s; start again when it is "
+                "done, or name another folder"
+            )
         content = os.pread(marker, len(_MARK) + 1, 0)
         if not content and os.listdir(tier) == [_MARKER]:
             os.pwrite(marker, _MARK, 0)
@@ -95,17 +97,3 @@ def tier_lock(tier: Path, seconds: float) -> Iterator[None]:
         yield
     finally:
         os.close(marker)
-
-
-def _wait_for(lock: int, tier: Path, seconds: float) -> None:
-    ends = time.monotonic() + seconds
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= ends:
-                raise FolderError(
-                    f"another server has locked {tier} for {seconds:g} s; start again when it is "
-                    "done, or name another folder"
-                ) from None
-            time.sleep(0.01)

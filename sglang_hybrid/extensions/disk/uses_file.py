@@ -61,12 +61,12 @@ def load_uses(path: Path, identity: str) -> Uses | None:
     packed = read_single(path, identity, KIND)
     if packed is None:
         return None
-    it = decode_arrays(packed, Uses)
-    if list(it.shape) != CLASS_SHAPE:
+    uses = decode_arrays(packed, Uses)
+    if list(uses.shape) != CLASS_SHAPE:
         raise BadFile("it counts other classes")
-    count = len(it.names) // NAME_BYTES
-    sound = len(it.names) == count * NAME_BYTES and len(it.uses) == len(it.buckets) == count
-    known = (it.uses >= 1).all() and (it.buckets >= 0).all()
-    if not sound or not known or (it.buckets >= INTERVAL_BUCKETS).any():
+    count = len(uses.names) // NAME_BYTES
+    sound = len(uses.names) == count * NAME_BYTES and len(uses.uses) == len(uses.buckets) == count
+    known = (uses.uses >= 1).all() and (uses.buckets >= 0).all()
+    if not sound or not known or (uses.buckets >= INTERVAL_BUCKETS).any():
         raise BadFile("its content contradicts itself")
-    return replace(it, classes=checked_classes(it.classes))
+    return replace(uses, classes=checked_classes(uses.classes))

@@ -41,7 +41,7 @@ class NodeRows:
         """valued: with its value, which takes twice as long as the rest."""
         parent, payload = node.parent, node.payload
         held = "k" * node.kv_locked + "s" * node.state_locked
-        held += "p" * (node.pin is not None) + "w" * (node.standing > 0)
+        held += "p" * (node.pin is not None) + "w" * (node.demand > 0)
         name = None
         if parent is tree.root:
             key = payload.key
@@ -108,7 +108,7 @@ class TreeFollower:
         """Changes that are not told yet."""
         return len(self._changed) + len(self._gone)
 
-    # What the tree calls.
+    # Called by the tree
 
     def mark_dirty(self, node: Node) -> None:
         self._changed[node] = None
@@ -117,7 +117,7 @@ class TreeFollower:
         self._changed.pop(node, None)
         self._gone.append(node.payload.id)
 
-    # What the reader calls.
+    # Called by the reader
 
     def changes(self, seconds: float, *, valued: bool) -> Changes:
         """The changes, as far as they are told within `seconds`; at first every node there is, with

@@ -102,7 +102,7 @@ class PageView:
             (WhatIfReq, self.try_others),
         ]
 
-    # What has changed.
+    # Changes
 
     def watch(self, asked: WatchReq) -> WatchReqOutput:
         """The changes that `asked.reader` does not know yet."""
@@ -311,7 +311,7 @@ class PageView:
             else node.tokens + sum(above.tokens for above in absorbed(node)),
             "pinned": node.pin is not None,
             "held": node.kv_locked or node.state_locked,
-            "wanted": node.standing,
+            "wanted": node.demand,
             "policy": self._cache.policy_name,
         }
 

@@ -48,7 +48,7 @@ class TooManyWatchers(Exception):
 
 
 @dataclass
-class _Copy:
+class RankSnapshot:
     """Of one rank's cache: rows of its nodes by id, and the latest counts and events."""
 
     nodes: dict[int, list[Any]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Watch:
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
         self._name = secrets.token_hex(8)
-        self._copies: list[_Copy] = []
+        self._copies: list[RankSnapshot] = []
         self._watchers: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
 
@@ -159,7 +159,7 @@ class Watch:
 
     def _tell(self, answers: list[WatchReqOutput]) -> None:
         now = time.time()
-        self._copies += [_Copy() for _ in answers[len(self._copies) :]]
+        self._copies += [RankSnapshot() for _ in answers[len(self._copies) :]]
         for rank, (copy, told) in enumerate(zip(self._copies, answers, strict=True)):
             copy.take(told, now)
             message: dict[str, Any] = {

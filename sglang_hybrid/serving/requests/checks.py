@@ -98,7 +98,7 @@ RANGES: Mapping[str, tuple[int, int]] = {
     "max_thinking_tokens": (0, fields.INT32 - 1),
     "routed_experts_start_len": (0, fields.INT32 - 1),
 }
-"""Of numbers of a request, beside what SGLang itself checks (tokenizer_manager.py)."""
+"""Bounds of numbers of a request, beside what SGLang itself checks (tokenizer_manager.py)."""
 
 MEDIA = ("image_data", "video_data", "audio_data")
 
@@ -119,7 +119,7 @@ HEAVY = (
     "mm_inputs",
     "time_stats",
 )
-"""Of a tokenized request: fields that are large, and whose types are right."""
+"""Fields of a tokenized request: fields that are large, and whose types are right."""
 
 _PLACE = re.compile(r" - at `\$\[(?P<index>\d+)\](?P<rest>[^`]*)`")
 
@@ -334,7 +334,7 @@ def _only_what_clients_set(
 
 
 def _no_private_params(said: object) -> None:
-    """Of a body, or of sampling parameters."""
+    """Refuse private fields of a body, or of sampling parameters."""
     params = said.get("custom_params") if isinstance(said, dict) else None
     for key in params if isinstance(params, dict) else ():
         if isinstance(key, str) and key.startswith(PRIVATE):
@@ -444,7 +444,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 @cache
 def _sent_fields() -> frozenset[str]:
-    """Of tokenized requests."""
+    """The fields of tokenized requests."""
     kinds = (io_struct.TokenizedGenerateReqInput, io_struct.TokenizedEmbeddingReqInput)
     return frozenset(field.name for kind in kinds for field in msgspec.structs.fields(kind))
 

@@ -67,7 +67,7 @@ whether it begins there (Metaspace); read in the source of tokenizers 0.23.2.
 """
 
 Encode: TypeAlias = Callable[[str, Mapping[str, Any]], list[int]]
-"""From a text and the arguments for a tokenizer to token ids."""
+"""A function from a text and the arguments for a tokenizer to token ids."""
 
 
 def encode_text(
@@ -171,8 +171,8 @@ class PieceEncoder:
     @staticmethod
     @lru_cache(maxsize=4)
     def of(tokenizer: Any) -> PieceEncoder | None:
-        """That of a tokenizer of transformers; None where it is not known that its pieces have the
-        tokens of the whole text.
+        """The encoder of a tokenizer of transformers; None where it is not known that its pieces
+        have the tokens of the whole text.
         """
         cuts = cut_tokens(tokenizer)
         return PieceEncoder(tokenizer, cuts, KeptPieces()) if cuts else None
@@ -225,7 +225,7 @@ class PieceEncoder:
         return [(cut[0], begin + at) for cut, at in zip(cuts, places, strict=False)]
 
     def _cut_ids_in(self, ids: Sequence[int], expected: Sequence[int]) -> list[int]:
-        """Where in `ids` the tokens stand at which a text may be cut; none if those are not
+        """The places in `ids` of tokens at which a text may be cut; none if those are not
         `expected`: other text has such a token, too, as a normalizer may make it.
         """
         found = [at for at, token in enumerate(ids) if token in self._cut_ids]

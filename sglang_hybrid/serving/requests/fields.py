@@ -31,7 +31,7 @@ HIGHEST_TEMPERATURE = 10**6
 """Larger ones are not finite in float32 when they meet a logit, and then nothing can be drawn."""
 
 LEAST_PENALTY = 1e-3
-"""Of `repetition_penalty`, which logits are divided by: smaller ones make them infinite."""
+"""The least `repetition_penalty`, which logits are divided by: smaller ones make them infinite."""
 
 INT64 = 1 << 63
 INT32 = 1 << 31
@@ -45,7 +45,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "repetition_penalty": (LEAST_PENALTY, 2),
     "stream_interval": (1, INT32 - 1),
 }
-"""Of sampling parameters, beside what SGLang itself checks (sampling_params.py, `verify`)."""
+"""Bounds of sampling parameters, beside what SGLang itself checks (sampling_params.py, `verify`).
+"""
 
 GRAMMARS = ("json_schema", "structural_tag", "regex", "ebnf")
 """Sampling parameters that are compiled."""

@@ -1,5 +1,5 @@
-"""Where a request may have the server write: only where the operator said, unless it came with the
-operator's key (patch 0015). SGLang writes into any folder that a request names.
+"""Checks where a request may have the server write: only where the operator said, unless it came
+with the operator's key (patch 0015). SGLang writes into any folder that a request names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_folders(request: Any, admin_key: str | None) -> None:
 
 
 def profile_folder() -> str:
-    """Where profiles are written."""
+    """The folder of profiles."""
     return os.environ.get(PROFILES, "/tmp")
 
 

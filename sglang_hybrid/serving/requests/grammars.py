@@ -41,5 +41,5 @@ class Grammars(MutableMapping[Any, Any]):
 
 
 def _bytes(grammar: Any) -> int:
-    """Of a grammar of xgrammar, which says so; 0 of others."""
+    """Bytes of a grammar of xgrammar, which says so; 0 of others."""
     return int(getattr(getattr(grammar, "ctx", None), "memory_size_bytes", 0))

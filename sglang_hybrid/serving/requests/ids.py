@@ -30,7 +30,7 @@ MOST_SESSIONS = 1_024
 """Open sessions of one payer (`core/records/shares.py`)."""
 
 NOBODY = "-"
-"""In place of the name of a payer or a tenant that is none."""
+"""The name of no payer and of no tenant."""
 
 _OWNER = re.compile(rf"#(?P<payer>[0-9a-f]{{16}}|{NOBODY})\.([0-9a-f]{{16}}|{NOBODY})\Z")
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PREFIX = "hybrid."
 KNOWN = (CHECKPOINT, PIN, IMPORT, PREWARM, SESSION, EXACT)
 VERSION = "1"
-"""Of all our actions."""
+"""The version of all our actions."""
 
 SESSION_HEADER = "Session"
 """A header of ours (headers.py): what a client says of its session, as the action `hybrid.session`:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from sglang_hybrid.serving.device_streams import to_device
+
 
 def count_newest(batch: Any) -> None:
     """Count one token for each request of a batch that is about to decode."""
@@ -20,7 +22,7 @@ def count_newest(batch: Any) -> None:
         known = len(req.origin_input_ids) + len(req.output_ids)
         at = min(req.kv.kv_committed_len - _lag(batch), known - 1)
         newest += _tokens(req, at, 1)
-    on_device = _to_device(newest, batch.device)
+    on_device = _on_device(newest, batch)
     batch.sampling_info.penalizer_orchestrator.cumulate_output_tokens(on_device)
 
 
@@ -31,7 +33,7 @@ def count_earlier(orchestrator: Any) -> None:
         behind_prompt = req.kv.kv_committed_len - len(req.origin_input_ids)
         if behind_prompt > 0:
             first = len(req.origin_input_ids) - _lag(batch)
-            tokens = _to_device(_tokens(req, first, behind_prompt), batch.device)
+            tokens = _on_device(_tokens(req, first, behind_prompt), batch)
             for penalizer in orchestrator.penalizers.values():
                 if penalizer.is_prepared():
                     _COUNT[type(penalizer).__name__](penalizer, row, tokens)
@@ -51,11 +53,8 @@ def _tokens(req: Any, first: int, count: int) -> list[int]:
     return [*req.origin_input_ids[first : first + count], *req.output_ids[slice(*behind)]]
 
 
-def _to_device(tokens: list[int], device: str) -> torch.Tensor:
-    from sglang.srt.utils.common import is_pin_memory_available
-
-    pinned = torch.tensor(tokens, dtype=torch.int64, pin_memory=is_pin_memory_available(device))
-    return pinned.to(device, non_blocking=True)
+def _on_device(tokens: list[int], batch: Any) -> torch.Tensor:
+    return to_device(torch.tensor(tokens, dtype=torch.int64), batch.device)
 
 
 def _count_frequency(penalizer: Any, row: int, tokens: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 LARGEST_EMBEDDING = 1 << 15
-"""Of one value of an embedding; it is finite in every type that a model may have."""
+"""The largest value of an embedding; it is finite in every type that a model may have."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def token_bytes(tokenizer: Any) -> int:
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
-    """By how much a normalizer can make a text smaller; None where nothing is known."""
+    """The factor by which a normalizer can make a text smaller; None where nothing is known."""
     if normalizer is None:
         return 1
     if normalizer["type"] == "Sequence":

@@ -20,7 +20,7 @@ class Evicted(Enum):
 
 
 class Missed(Enum):
-    """Why a request's hit is not longer."""
+    """The reason why a request's hit is not longer."""
 
     NOTHING = "nothing"  # the whole usable prompt was hit
     NOT_STORED = "not_stored"  # the rest of the prompt was never seen, or its KV is gone

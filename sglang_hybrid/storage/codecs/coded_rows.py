@@ -1,4 +1,4 @@
-"""Where each tensor of a slot lies in the slot's encoded bytes, and which codec each layer has.
+"""The place of each tensor of a slot in the slot's encoded bytes, and the codec of each layer.
 
 A slot is one token of KV (keys and values of all layers) or one state (all layers).
 """
@@ -80,7 +80,7 @@ class CodedRows:
 
     @classmethod
     def of(cls, layers: Sequence[Sequence[Tensor]], codecs: Sequence[Codec]) -> CodedRows:
-        """Of slots that lie in these tensors [slots, ...] of each layer."""
+        """The rows of slots that lie in these tensors [slots, ...] of each layer."""
         return cls([[(tuple(t.shape[1:]), t.dtype) for t in layer] for layer in layers], codecs)
 
     def encode(self, layer: int, tensors: Sequence[Tensor]) -> Tensor:
@@ -106,7 +106,7 @@ class CodedRows:
         return tensors
 
     def span(self, layer: int) -> slice:
-        """Where the layer's bytes are in a slot's."""
+        """The place of the layer's bytes in a slot's."""
         parts = self.layers[layer]
         return slice(parts[0].start, parts[-1].start + parts[-1].size)
 

@@ -1,5 +1,6 @@
-"""What is coded is read again as it was, within int8's error, by whoever resumes from it, and the
-accounts hold: real pools, random conversations, and a value for each prefix in place of a model.
+"""Coded entries are read again as they were, within int8's error, by whoever resumes from it, and
+the accounts hold: real pools, random conversations, and a value for each prefix in place of a
+model.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Valued(Server):
         return self.pool.mamba_pool.mamba_cache.temporal[0]
 
     def write(self, req: Req, start: int, end: int) -> None:
-        """What a forward of these tokens computes."""
+        """The results of a forward of these tokens."""
         tokens = [*req.origin_input_ids, *req.output_ids]
         for at in range(start, end):
             slot = int(self.pool.req_to_token[req.kv.req_pool_idx, at])

@@ -19,7 +19,7 @@ TOKEN_BYTES = 2 * 16 * 4
 
 
 class Pools(msgspec.Struct):
-    """What SGLang has built."""
+    """The pools that SGLang has built."""
 
     token_to_kv_pool: Any
     req_to_token_pool: Any

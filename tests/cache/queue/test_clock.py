@@ -20,7 +20,7 @@ from sglang_hybrid.cache.step_messages import StepMessages
 
 DAYS = 30 * 86_400.0
 UP = 5_000_000.0
-"""How long the first host has been up, in seconds."""
+"""The uptime of the first host, in seconds."""
 
 
 class Ranks:

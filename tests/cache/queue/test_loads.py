@@ -176,7 +176,7 @@ def test_what_goes_is_cancelled_and_counted() -> None:
     it.step(0.1)
     it.abort(waiting)
     assert it.counts.cancelled == 1 and it.counts.wasted_bytes > 0
-    assert (it.standings(), it.cache.schedule.holds) == (0, 0)
+    assert (it.demand(), it.cache.schedule.holds) == (0, 0)
     it.step(0.1)
     it.server.check()
 
@@ -292,7 +292,7 @@ def test_nothing_is_left_behind(seed: int) -> None:
             it.answer_running()
             it.step(0.1)
         it.settle()
-        assert (it.standings(), it.cache.schedule.holds, len(it.loads.ahead)) == (0, 0, 0)
+        assert (it.demand(), it.cache.schedule.holds, len(it.loads.ahead)) == (0, 0, 0)
         assert not it.loads.ahead.running and not it.cache.ongoing_load_back
         assert it.cache.schedule.stats.most_overtaken <= 4
         it.server.check()

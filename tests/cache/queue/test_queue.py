@@ -87,8 +87,8 @@ class Scheduler:
         self.queue.remove(req)
         self.cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
 
-    def standings(self) -> int:
-        return sum(node.standing for node in self.cache.shadow_tree.tree.walk())
+    def demand(self) -> int:
+        return sum(node.demand for node in self.cache.shadow_tree.tree.walk())
 
 
 def test_sglang_orders_the_queue_by_default() -> None:
@@ -191,24 +191,24 @@ def test_what_the_window_needs_is_evicted_last() -> None:
     assert it.round() == [large]
     waiting = it.arrive([*wanted, 7, 8])
     it.cache.schedule.arrange(it.queue)
-    assert it.standings() == 1
+    assert it.demand() == 1
     it.finish(large)
     assert it.server.probe([*wanted, 7, 8]) == 100
     assert it.server.probe([*idle, 7, 8]) == 0
     assert it.round() == [waiting]
-    assert it.standings() == 2
+    assert it.demand() == 2
     it.finish(waiting)
-    assert it.standings() == 0
+    assert it.demand() == 0
 
 
-def test_an_abort_gives_up_its_standing_without_a_round() -> None:
+def test_an_abort_gives_up_its_demand_without_a_round() -> None:
     it = Scheduler()
     it.warm(run(100))
     req = it.arrive([*run(100), 7, 8])
     it.cache.schedule.arrange(it.queue)
-    assert it.standings() == 1
+    assert it.demand() == 1
     it.abort(req)
-    assert (it.standings(), it.cache.schedule.holds) == (0, 0)
+    assert (it.demand(), it.cache.schedule.holds) == (0, 0)
     assert it.cache.schedule.stats.aborted == 1
 
 
@@ -217,9 +217,9 @@ def test_a_flush_forgets_what_waiting_requests_hold() -> None:
     it.warm(run(100))
     req = it.arrive([*run(100), 7, 8])
     it.cache.schedule.arrange(it.queue)
-    assert (it.standings(), it.cache.schedule.holds) == (1, 1)
+    assert (it.demand(), it.cache.schedule.holds) == (1, 1)
     it.server.flush()
-    assert (it.standings(), it.cache.schedule.holds) == (0, 0)
+    assert (it.demand(), it.cache.schedule.holds) == (0, 0)
     assert it.round() == [req] and req.prefix_len == 0
     it.finish(req)
     it.server.check()
@@ -263,7 +263,7 @@ def test_nothing_is_left_behind(seed: int, one_memory: bool) -> None:
         it.begin_round(most=3)
         it.answer_running()
     assert it.cache.schedule.stats.most_overtaken <= 4
-    assert (it.standings(), it.cache.schedule.holds) == (0, 0)
+    assert (it.demand(), it.cache.schedule.holds) == (0, 0)
     it.server.flush()
     assert it.cache.schedule.holds == 0
 

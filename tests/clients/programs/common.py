@@ -1,4 +1,4 @@
-"""What the programs ask about, and what they print. They run in the clients' environment and import
+"""The questions of the programs, and their output. They run in the clients' environment and import
 nothing of this package: each does what a user of its client would write.
 """
 

@@ -118,7 +118,7 @@ class World:
         )
 
     def run(self, backend: Any, *, decoding: bool, **more: Any) -> Tensor:
-        """What a backend answers to random queries; new tokens get random keys and values."""
+        """The answers of a backend to random queries; new tokens get random keys and values."""
         batch = self.batch(decoding=decoding)
         self.random.manual_seed(1)
         tokens, layer = len(batch.out_cache_loc), self.layer
@@ -136,7 +136,7 @@ class World:
         return out
 
     def defined(self, *, decoding: bool, translate: Any = None, **more: Any) -> Tensor:
-        """What the definition says, from the pool as a backend has left it."""
+        """The result of the definition, from the pool as a backend has left it."""
         batch, layer = self.batch(decoding=decoding), self.layer
         self.random.manual_seed(1)
         q = self.normal(len(batch.out_cache_loc), layer.tp_q_head_num, layer.qk_head_dim)

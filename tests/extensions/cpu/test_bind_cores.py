@@ -24,7 +24,7 @@ def unset_arguments(**given: Any) -> Any:
 
 
 def bound(monkeypatch: pytest.MonkeyPatch, cores: list[int], ranks: int) -> str:
-    """What `bind_cores` says on a machine on which this process may use `cores`."""
+    """The result of `bind_cores` on a machine on which this process may use `cores`."""
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: cores)
     bind_cores(ranks)

@@ -106,7 +106,7 @@ print((used() - before) >> 20)
     reason="about oneDNN, and counted by glibc",
 )
 def test_kernels_for_each_length_are_kept_up_to_the_size_of_two_caches() -> None:
-    """What docs/robustness.md says of the memory of a scheduler."""
+    """The claim of docs/robustness.md about the memory of a scheduler."""
     names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
     grown = []
     for capacity in ("1024", "16"):

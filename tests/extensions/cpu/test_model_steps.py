@@ -66,7 +66,7 @@ STEPS = 18
 
 
 def decoded(name: str, *flags: str) -> tuple[int, float]:
-    """How many steps were one call, and the largest difference of a log probability."""
+    """The number of steps that were one call, and the largest difference of a log probability."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, name, *flags],
         capture_output=True,

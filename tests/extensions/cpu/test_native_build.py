@@ -28,7 +28,7 @@ print(build.build(Path(sys.argv[1]))[1])
 
 
 def unbuilt(caplog: pytest.LogCaptureFixture) -> str:
-    """What the log says where there are no native kernels: one line."""
+    """The log line where there are no native kernels."""
     with caplog.at_level(logging.INFO):
         assert library.__wrapped__() is None
     (said,) = caplog.messages

@@ -1,4 +1,4 @@
-"""What weights and pools take, and what is said when they do not fit."""
+"""Sizes of weights and pools, and the error where they do not fit."""
 
 import json
 from pathlib import Path

@@ -52,7 +52,7 @@ def _folder(path: Path) -> None:
 
 
 def makers(outside: Path) -> dict[str, Callable[[Path], object]]:
-    """What somebody may put somewhere, by a name for it. outside: a folder of theirs."""
+    """Things that somebody may put somewhere, by names. outside: a folder of theirs."""
     photo = outside / "photo"
     return {
         "file": lambda path: path.write_text("somebody's file"),

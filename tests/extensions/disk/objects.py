@@ -50,7 +50,7 @@ def content(number: int, size: int = SIZE) -> Bytes:
 
 
 def put(store: ObjectStore, *numbers: int, kind: str = "kv", size: int = SIZE) -> bool:
-    """Whether these objects, in one file, are on disk."""
+    """True if these objects, in one file, are on disk."""
     return store.put(kind, [f"k{n}" for n in numbers], [content(n, size) for n in numbers])
 
 
@@ -61,7 +61,7 @@ def put_each(store: ObjectStore, numbers: range) -> None:
 
 
 def held(store: ObjectStore, *numbers: int, kind: str = "kv", size: int = SIZE) -> list[int]:
-    """Which of the objects are found; each must have the content that was put."""
+    """A mask of the objects that are found; each must have the content that was put."""
     buffers = [np.zeros(size, np.uint8) for _ in numbers]
     found = store.get(kind, [f"k{n}" for n in numbers], buffers)
     for number, buffer, there in zip(numbers, buffers, found, strict=True):

@@ -1,4 +1,4 @@
-"""What SGLang's controller asks of a storage backend, on pools without a model."""
+"""The calls of SGLang's controller to a storage backend, on pools without a model."""
 
 from __future__ import annotations
 

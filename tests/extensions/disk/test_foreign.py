@@ -39,7 +39,7 @@ every_kind = pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[] if kind in IN_EVERY_RUN else pytest.mark.slow) for kind in KINDS],
 )
-"""What may be in a folder. Other kinds take the same way."""
+"""Things that may be in a folder. Other kinds take the same way."""
 
 
 @pytest.fixture
@@ -400,7 +400,9 @@ steps = st.one_of(
 def test_whatever_is_put_wherever(
     tmp_path_factory: pytest.TempPathFactory, todo: list[tuple[str, object]], budget: int
 ) -> None:
-    """What is found is right, the budget is kept, and nothing that somebody has put changes."""
+    """Objects that are found are right, the budget is kept, and nothing that somebody has put
+    changes.
+    """
     base = tmp_path_factory.mktemp("disk")
     elsewhere = outside(base / "elsewhere")
     folder = home(base / "home", elsewhere)

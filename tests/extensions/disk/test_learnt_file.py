@@ -1,4 +1,4 @@
-"""What was learnt comes back from a file as it was, or not at all."""
+"""Learnt parameters come back from a file as they were, or not at all."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_is_packed_is_unpacked() -> None:
 
 
 def test_models_that_were_saved_are_bounded() -> None:
-    """Those of tenants that were here last are kept until their memory is needed."""
+    """Models of tenants that were here last are kept until their memory is needed."""
     learnt = taught(60, tenants="abcdef")[0].export(NAMES)
     last_three = [learnt.answers[NAMES((tenant, None))].held_bytes for tenant in "def"]
     history = History(answer_bytes=sum(last_three))

@@ -1,4 +1,4 @@
-"""How often files on disk were used outlives the server, and says what is worth most after it."""
+"""Counts of uses of files on disk outlive the server, and tell what is worth most after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page is told: the tree in slices, decisions as they are made; nothing for nobody."""
+"""Messages to the page: the tree in slices, decisions as they are made; nothing for nobody."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def page(it: Server) -> PageView:
 
 
 class Copy:
-    """What a reader knows."""
+    """The knowledge of a reader."""
 
     def __init__(self, it: Server, name: str = "a") -> None:
         self.it, self.name = it, name

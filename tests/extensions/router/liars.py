@@ -16,8 +16,8 @@ import zmq
 from tests.extensions.router import absurd
 
 PLACES = ("info", "page", "later page", "status", "prompt", "batch")
-"""What a replica says: where it publishes, the pages of a snapshot, how busy it is, what a prompt
-is, and what has changed.
+"""The answers of a replica: where it publishes, the pages of a snapshot, how busy it is, what a
+prompt is, and what has changed.
 """
 
 
@@ -110,7 +110,7 @@ class Liars:
                 return
 
     def answer(self, path: str) -> tuple[Lie | None, bytes]:
-        """What is said there, and whether it is a lie."""
+        """The answer there, and whether it is a lie."""
         _, liar, rest = path.split("/", 2)
         place = "info"
         whole: Any = json.loads(json.dumps(absurd.INFO))

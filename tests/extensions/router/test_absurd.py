@@ -41,7 +41,7 @@ def no_thread_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def has_heard(replicas: Replicas, liars: Liars, number: int) -> bool:
-    """Whether what this liar says was taken for what it is."""
+    """True if what this liar says was taken for what it is."""
     lie, url = liars.told[number], liars.urls[number]
     if not liars.asked[number, lie.place]:
         return False
@@ -92,7 +92,7 @@ def test_a_replica_that_lies_moves_no_prompt_of_others(honest: Server) -> None:
 
 
 def is_refused(lie: Lie) -> bool:
-    """Whether nobody could take this for a prompt."""
+    """True if nobody could take this for a prompt."""
     try:
         decode_prompt(lie.content)
     except Malformed:
@@ -106,7 +106,7 @@ AT_ONCE_REFUSED = [lie for lie in PROMPTS if lie.what not in SLOW]
 
 
 def check_prompts(honest: Server, told: list[Lie]) -> Liars:
-    """What a prompt is says the honest replica, where the others say nothing that can be."""
+    """The honest replica tells what a prompt is, where the others say nothing that can be."""
     route = PROMPT_ROUTE + "/generate"
     prompt = {"input_ids": [*HELD, 0], "tenant": ""}
     honest.answers[route] = "application/json", json.dumps(prompt).encode()

@@ -1,4 +1,6 @@
-"""What a replica makes fail is tried again, later and later where it lies, and never given up."""
+"""Work that fails because of a replica is tried again, later and later where it lies, and never
+given up.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def tried(clock: Clock, *outcomes: tuple[float, Exception | None]) -> tuple[list[float], list[Any]]:
-    """What was waited and told after attempts that last so many seconds and raise this."""
+    """The waits and log lines after attempts that last so many seconds and raise this."""
     left, told = list(outcomes), []
     closed = Closed()
 

@@ -253,7 +253,7 @@ def test_a_server_that_answers_late_is_busy_and_one_that_does_not_has_vanished(
 def test_a_server_whose_thread_hangs_is_not_in_step(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it last said is not true for ever."""
+    """Its last message is not true for ever."""
     with following(server) as (follower, _):
         now = time.monotonic()
         monkeypatch.setattr("time.monotonic", lambda: now + 60)

@@ -1,4 +1,4 @@
-"""What waits at a replica before a prompt that is sent now."""
+"""Work that waits at a replica before a prompt that is sent now."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def hold(gateway: Gateway, server: Server) -> None:
 
 
 def sent(server: Server) -> list[tuple[str, dict[str, str], bytes]]:
-    """What was posted to a server, but for questions."""
+    """The requests that were posted to a server, but for questions."""
     return [each for each in server.posted if not each[0].startswith(PROMPT_ROUTE)]
 
 
@@ -395,7 +395,7 @@ def test_envoy_looks_up_names_as_the_picker_does() -> None:
 
 
 async def exchange(replicas: Replicas, *sent: ProcessingRequest) -> list[Any]:
-    """What the picker replies to these messages of a gateway."""
+    """The picker's replies to these messages of a gateway."""
 
     async def stream() -> AsyncIterator[ProcessingRequest]:
         for message in sent:

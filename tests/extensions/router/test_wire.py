@@ -1,4 +1,4 @@
-"""What a server says is taken as it is promised, or refused as a whole."""
+"""Messages of a server are taken as they are promised, or refused as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the linter says of a schema, one example per rule, and nothing of one that is in order."""
+"""Findings of the linter about a schema, one example per rule, and none about a good one."""
 
 from __future__ import annotations
 

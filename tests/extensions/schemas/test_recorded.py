@@ -1,4 +1,6 @@
-"""What the linter says of recorded prompts: each fault is found where it is, with what it costs."""
+"""Findings of the linter about recorded prompts: each fault is found where it is, with what it
+costs.
+"""
 
 from __future__ import annotations
 

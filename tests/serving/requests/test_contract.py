@@ -1,4 +1,4 @@
-"""What SGLang's contract of a `/generate` body says of token ids (hooks/serving.py)."""
+"""SGLang's contract of a `/generate` body about token ids (hooks/serving.py)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def prompt(rid: str) -> TokenizedGenerateReqInput:
 
 
 class Scheduler:
-    """What is used of SGLang's: `handler` is called with every request."""
+    """The part of SGLang's scheduler that is used: `handler` is called with every request."""
 
     def __init__(self, handler: Any, *, idle: bool = True) -> None:
         self._request_dispatcher = handler

@@ -1,4 +1,4 @@
-"""What becomes of a request that fails on one rank, or on all: two ranks that are processes."""
+"""Requests that fail on one rank, or on all: two ranks that are processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = 2.0
 
 
 class Scheduler:
-    """What is used of SGLang's; `handler` is called with the number of its rank."""
+    """The used part of SGLang's scheduler; `handler` is called with the number of its rank."""
 
     def __init__(self, rank: int) -> None:
         self.dp_tp_group = SimpleNamespace(ranks=[0, 1])
@@ -89,7 +89,7 @@ VERSION = UpdateWeightVersionReqInput(new_version="x")
 
 
 def outcome(folder: Path, *handlers: Any) -> list[str]:
-    """What became of these requests on two ranks; nothing of one that hangs."""
+    """The results of these requests on two ranks; None of one that hangs."""
     names = [handler.__name__ for handler in handlers]
     return [found or "" for found in on_two_ranks(serve, folder, names)]
 

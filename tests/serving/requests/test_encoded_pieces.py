@@ -300,7 +300,7 @@ def test_several_threads(encoder: PieceEncoder, tokenizer: Any) -> None:
 def test_a_difference_ends_it(
     encoder: PieceEncoder, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is kept is wrong here, as no tokenizer makes it."""
+    """The kept pieces are wrong here, as no tokenizer makes them."""
     text, encode = _chat(*MESSAGES), Counted(tokenizer)
     encoder.encode(text, {}, encode, b"")
     for key, ids in encoder._kept._pieces.items():

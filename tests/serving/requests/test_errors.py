@@ -1,4 +1,4 @@
-"""What is wrong with the types of a body is one sentence, without names of the server's classes."""
+"""Mistakes in the types of a body are one sentence, without names of the server's classes."""
 
 from __future__ import annotations
 

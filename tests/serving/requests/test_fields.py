@@ -1,4 +1,4 @@
-"""What single fields may hold, and what is said about those that hold something else."""
+"""Values that single fields may hold, and the errors about others."""
 
 from __future__ import annotations
 

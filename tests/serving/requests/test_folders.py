@@ -1,4 +1,4 @@
-"""Which folders a request may name."""
+"""Folders that a request may name."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ PENALIZERS = {
 
 
 class Batch(SimpleNamespace):
-    """What penalties need of SGLang's batch."""
+    """The part of SGLang's batch that penalties need."""
 
 
 def request(known: int) -> Any:
@@ -62,7 +62,7 @@ def decode(batch: Any) -> None:
 
 
 def penalties(batch: Any, row: int = 0) -> list[tuple[float, float]]:
-    """What is added to each logit of a request of the batch, and the factor or divisor."""
+    """The sums added to each logit of a request of the batch, and the factor or divisor."""
     penalizers = batch.sampling_info.penalizer_orchestrator
     added = torch.zeros(len(batch.reqs), VOCABULARY)
     penalizers.accumulate_additive_penalties(added)

@@ -1,4 +1,4 @@
-"""What a prefill has computed for a request is told to that request."""
+"""Results of a prefill for a request are told to that request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tokenized request may hold, given the sizes of the model that will read it."""
+"""Bounds of a tokenized request, given the sizes of the model that will read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes of a text can fit into a context: never fewer than really do."""
+"""Bytes of a text that can fit into a context: never fewer than really do."""
 
 import asyncio
 from types import SimpleNamespace

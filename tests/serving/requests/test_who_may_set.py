@@ -486,7 +486,7 @@ class Manager(TokenizerManager):
 
 @pytest.fixture(autouse=True)
 def flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the server, where SGLang looks for them."""
+    """The flags of the server, where SGLang looks for them."""
     features = SimpleNamespace(
         enable_encoder_swa_bounded_replay=False,
         enable_custom_logit_processor=False,

@@ -1,4 +1,4 @@
-"""What Prometheus reads."""
+"""Metrics that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shows(registry: CollectorRegistry, expected: Shown) -> bool:
 
 
 class Cache:
-    """What a cache tells of itself."""
+    """A cache, as far as it is reported of."""
 
     def __init__(self, policy: str = "reuse", alpha: float | None = None, **tuner: float) -> None:
         self.stats = CacheStats()
@@ -180,7 +180,7 @@ def test_one_memory_is_shown(registry: CollectorRegistry) -> None:
     states = MemoryKind.STATES
 
     def release(wanted: int) -> int:
-        account.on_release(states, 400)
+        account.on_free(states, 400)
         return 400
 
     account.join(states, release)

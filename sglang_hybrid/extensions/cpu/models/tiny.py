@@ -20,7 +20,7 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
-from sglang_hybrid.core.own_files import own_caches
+from sglang_hybrid.core.own_files import check_owner, own_caches
 from sglang_hybrid.extensions.cpu.models.architectures import (
     ARCHITECTURES,
     Architecture,
@@ -91,19 +91,10 @@ def ensure_tiny_model(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
     directory = tiny_model_directory(architecture)
     if not (directory / "config.json").is_file():
         build_tiny_model(architecture, directory)
-    _check_owner(directory.parent.resolve(), stat.S_IWOTH)
+    check_owner(directory.parent.resolve(), stat.S_IWOTH)
     for path in (directory, *directory.iterdir()):
-        _check_owner(path, stat.S_IWGRP | stat.S_IWOTH)
+        check_owner(path)
     return directory
-
-
-def _check_owner(path: Path, others: int) -> None:
-    """Raises PermissionError unless ``path`` is this user's, or root's, and has none of the bits
-    ``others``.
-    """
-    found = path.lstat()
-    if found.st_uid not in (0, os.geteuid()) or found.st_mode & others:
-        raise PermissionError(f"another user may write {path}, so it is not used; remove it")
 
 
 @cache

@@ -21,7 +21,7 @@ from sglang_hybrid.kernels.attention import Rule
 MOST_IN_A_GROUP = 64
 """Query heads that may share a key head: rows of a block in the kernel."""
 
-FEW = 64
+HALF_PRECISION_ROWS = 64
 """Query rows of a key head up to which half precision is computed here, in float32; for more torch
 has products in half precision."""
 
@@ -71,7 +71,9 @@ def can_compute(q: Tensor, keys: Tensor, values: Tensor, most: int) -> bool:
     group = q.shape[1] // keys.shape[1]
     if keys.dtype not in (torch.float32, torch.bfloat16) or values.dtype != keys.dtype:
         return False
-    if q.dtype != torch.float32 and (q.dtype != torch.bfloat16 or most * group > FEW):
+    if q.dtype != torch.float32 and (
+        q.dtype != torch.bfloat16 or most * group > HALF_PRECISION_ROWS
+    ):
         return False
     rows = keys.stride(2) == values.stride(2) == 1 and keys.stride(1) == keys.shape[2]
     return rows and group <= MOST_IN_A_GROUP

@@ -8,21 +8,18 @@ torch is included, which keeps compiling at about ten seconds and the interface 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 import torch
 
-from sglang_hybrid.core.own_files import own_caches
+from sglang_hybrid.core.own_files import check_owner, lock_within, own_caches
 
 SOURCES = Path(__file__).parents[3] / "kernels" / "native"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-Wno-psabi")
@@ -57,11 +54,12 @@ def build(folder: Path | None = None) -> tuple[Path, bool]:
         folder = cache_folder() if folder is None else folder
         library = folder / f"kernels-{key(openmp)}.so"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _check_owner(folder)
+        check_owner(folder.resolve())
         if _is_whole(library):
             return library, False
         with open(library.with_suffix(".lock"), "a") as lock:
-            _wait_for(lock)
+            if not lock_within(lock, SECONDS):
+                raise NotBuilt(f"another process has held {lock.name} for {SECONDS} s")
             if _is_whole(library):
                 return library, False
             _compile(library, openmp)
@@ -72,33 +70,14 @@ def build(folder: Path | None = None) -> tuple[Path, bool]:
     return library, True
 
 
-def _wait_for(lock: IO[str]) -> None:
-    """Returns with the lock; raises `NotBuilt` if another process has it for too long."""
-    deadline = time.monotonic() + SECONDS
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise NotBuilt(f"another process has held {lock.name} for {SECONDS} s") from None
-            time.sleep(0.1)
-
-
-def _check_owner(path: Path) -> None:
-    """Raises `NotBuilt` if another user could have written it."""
-    found = path.stat()
-    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
-        raise NotBuilt(f"another user may write {path}; remove it, or set XDG_CACHE_HOME")
-
-
 def _is_whole(library: Path) -> bool:
     """True if it is there and as it was compiled, and not cut off by a crash or a full disk: parts
-    that are missing would end the process when they are called. Raises `NotBuilt` if another user
-    could have written it.
+    that are missing would end the process when they are called. Raises PermissionError if another
+    user could have written it.
     """
     if not library.exists():
         return False
-    _check_owner(library)
+    check_owner(library.resolve())
     content = library.read_bytes()
     return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
 

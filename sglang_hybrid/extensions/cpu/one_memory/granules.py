@@ -152,7 +152,7 @@ class GranulePool:
             gone, stay = leaving[:released], leaving[released:]
             self._kept = np.concatenate((self._kept[:-count], stay))
             self._absent = np.sort(np.concatenate((self._absent, gone)), kind="stable")
-            self.account.on_release(self.kind, released * self.granule_bytes)
+            self.account.on_free(self.kind, released * self.granule_bytes)
         return released * self.granule_bytes
 
     def check(self) -> None:

@@ -36,7 +36,7 @@ class SimulatedQueue:
             bound,
             self._look_up,
             self._arrived,
-            move_standing=cache.tree.move_standing if isinstance(cache, Simulator) else None,
+            move_demand=cache.tree.move_demand if isinstance(cache, Simulator) else None,
         )
 
     def __len__(self) -> int:
@@ -66,9 +66,9 @@ class SimulatedQueue:
         del self._waiting[index]
         return index
 
-    def on_finish(self, index: int) -> None:
+    def on_request_end(self, index: int) -> None:
         """A request that was taken has its answer."""
-        self._order.on_finish(index)
+        self._order.on_request_end(index)
 
     def _arrived(self, index: int) -> float:
         return self._waiting[index][1]

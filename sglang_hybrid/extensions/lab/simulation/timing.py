@@ -171,7 +171,7 @@ class Timeline:
         replica.cache.finish(self._tickets.pop(index))
         if self._store is not None:
             self._store.save(self._requests[index], _tree_cache(replica), ended=True)
-        replica.queue.on_finish(index)
+        replica.queue.on_request_end(index)
         replica.unfinished -= 1
         self._times[index, 3] = now
         self.done()

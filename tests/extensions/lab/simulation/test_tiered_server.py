@@ -388,7 +388,7 @@ def test_the_tuner_compares_in_the_tiers_there_are_when_it_searches() -> None:
     )
     recorded: list[Finished] = records(templates(30))
     for record in recorded:
-        tuner.on_finish(record, evicted=True)
+        tuner.on_request_end(record, evicted=True)
         tuner.wait()
         tuner.poll()
         if len(windows) == len(tiers):

@@ -156,7 +156,7 @@ class SimulatedTunedCache:
             request.message_starts,
             request.reply_start,
         )
-        self.tuner.on_finish(record, evicted=self.cache.memory.has_evicted)
+        self.tuner.on_request_end(record, evicted=self.cache.memory.has_evicted)
         if not searching:
             self._due = self._ended + self._delay
         if self.tuner.searching and self._ended >= self._due:

@@ -150,7 +150,7 @@ class Tuner:
         self._seen_then = 0.0
         self._offer: PolicySwitch | None = None
 
-    def on_finish(self, record: Finished, *, evicted: bool) -> None:
+    def on_request_end(self, record: Finished, *, evicted: bool) -> None:
         """A request ended. evicted: whether the cache ever had to evict."""
         self._recorder.add(record)
         self._ended += 1

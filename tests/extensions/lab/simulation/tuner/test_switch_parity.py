@@ -36,7 +36,7 @@ class Tuner:
     def __init__(self) -> None:
         self.records: list[Finished] = []
 
-    def on_finish(self, record: Finished, *, evicted: bool) -> None:
+    def on_request_end(self, record: Finished, *, evicted: bool) -> None:
         self.records.append(record)
 
     def on_adoption(self, switch: PolicySwitch) -> None:

@@ -54,7 +54,7 @@ def feed(it: Tuner, count: int, hit_rate: float = 0.5, evicted: bool = True) -> 
     """`count` requests; a search is waited for, a switch adopted. Returns the last one."""
     last = None
     for record in records(templates(count), hit_rate):
-        it.on_finish(record, evicted=evicted)
+        it.on_request_end(record, evicted=evicted)
         if it._thread is not None:
             it._thread.join()
         switch = it.poll()
@@ -102,7 +102,7 @@ def test_a_gain_within_the_margin_changes_nothing() -> None:
 def test_a_gain_above_it_is_offered_until_it_is_adopted() -> None:
     it = tuner(Script({REUSE: 500, LRU: 600, MARCONI: 600}))
     for record in records(templates(40), 0.5):
-        it.on_finish(record, evicted=True)
+        it.on_request_end(record, evicted=True)
     assert it._thread is not None
     it._thread.join()
     switch = it.poll()
@@ -283,7 +283,7 @@ def test_two_phases_with_real_workers() -> None:
     in_force = []
     for phase, hit_rate in ((fashions, 0.4), (templates, 0.1)):
         for record in records(phase(101), hit_rate):
-            it.on_finish(record, evicted=True)
+            it.on_request_end(record, evicted=True)
             if it._thread is not None:
                 it._thread.join()
             switch = it.poll()
@@ -299,7 +299,7 @@ def test_what_was_learnt_before_the_window_is_replayed_too() -> None:
     it = Tuner(COST, Rules(window=100), serving=Serving(), search=few)
     for phase, hit_rate in ((templates, 0.4), (fashions, 0.6)):
         for record in records(phase(101), hit_rate):
-            it.on_finish(record, evicted=True)
+            it.on_request_end(record, evicted=True)
             if it._thread is not None:
                 it._thread.join()
             assert it.poll() is None

@@ -12,16 +12,16 @@ WAITS: Final = 1
 RUNS: Final = 2
 
 
-class Standings(Generic[Name]):
+class DemandForNodes(Generic[Name]):
     """CaR's score of a cached prefix (CaR III B 3): a request adds 1 to the node that it would
     resume from when it enters the window, 1 more when it runs, and takes both away when it ends.
 
     The paper evicts the lowest score; all nodes without waiting requests have the same one. So the
-    score is a rank above a policy's: `Pool` evicts nodes without a standing first, by its policy. A
-    standing is no lock. Where nothing else is left to evict, the node with the lowest standing is
-    evicted, and a running request never fails for the standing of another one.
+    score is a rank above a policy's: `Pool` evicts nodes without demand first, by its policy.
+    Demand is no lock. Where nothing else is left to evict, the node with the lowest demand is
+    evicted, and a running request never fails because of the demand of another one.
 
-    move: adds to the standing of a node; NodeTree.move_standing.
+    move: adds to the demand of a node; NodeTree.move_demand.
     """
 
     def __init__(self, move: Callable[[Node, int], None]) -> None:
@@ -40,16 +40,16 @@ class Standings(Generic[Name]):
         node, _ = self._held.get(name, (None, 0))
         self._hold(name, node, RUNS)
 
-    def on_finish(self, name: Name) -> None:
+    def on_request_end(self, name: Name) -> None:
         """`name` has ended, was aborted, or is in the window no more."""
         self._hold(name, None, 0)
 
     def keep_waiting(self, names: Container[Name]) -> None:
-        """Take the standing away from requests that wait and are not among `names`."""
+        """Take away the demand of waiting requests that are not among `names`."""
         waiting = [name for name, (_, points) in self._held.items() if points == WAITS]
         for name in waiting:
             if name not in names:
-                self.on_finish(name)
+                self.on_request_end(name)
 
     def forget_all(self) -> None:
         """The tree was emptied."""
