@@ -45,6 +45,8 @@ def why_unplanned(flags: Any) -> str | None:
         "ReplaySSM": flags.enable_linear_replayssm or flags.enable_linear_replayssm_spec,
         "states come from a prefill server": receives_states(flags),
         "two-batch overlap": flags.enable_two_batch_overlap,
+        # A hit elsewhere would cut the scan into other chunks, and round otherwise.
+        "deterministic inference": flags.enable_deterministic_inference,
         "decode context parallelism": flags.dcp_size > 1,
     }
     return next((what for what, asked in several.items() if asked), None)

@@ -13,6 +13,7 @@ from sglang_hybrid.core.costs.cost import ENDLESS
 from sglang_hybrid.core.named_files import decode_json
 from sglang_hybrid.core.programs import LAST_PORT, MOST, MOST_PROCESSES
 from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.serving.devices import is_ours
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED, flag_name
 from sglang_hybrid.serving.model_directory import (
     check_hub,
@@ -86,7 +87,8 @@ def check(flags: argparse.Namespace) -> None:
         weights=flags.load_format != "dummy",
         tokenizer=flags.tokenizer_path is None and not flags.skip_tokenizer_init,
     )
-    check_ranks(flags.model_path, 1 if flags.enable_dp_attention else flags.tp_size)
+    ranks = 1 if flags.enable_dp_attention else flags.tp_size
+    check_ranks(flags.model_path, ranks, pads_attention=is_ours())
 
 
 def check_port(host: str, port: int) -> None:
@@ -226,9 +228,9 @@ def check_host_room(given: str, asked: float, free: float) -> None:
         )
 
 
-def check_ranks(model_path: str, ranks: int) -> None:
+def check_ranks(model_path: str, ranks: int, *, pads_attention: bool) -> None:
     """Raise `StartupError` if so many ranks (`--tp-size`) cannot share the heads of the model's
-    recurrent layers. Heads of attention SGLang pads where it has to.
+    recurrent layers, or those of its attention, which SGLang pads on a CPU only.
     """
     directory = Path(model_path).expanduser()
     if ranks == 1 or not directory.is_dir():
@@ -238,13 +240,17 @@ def check_ranks(model_path: str, ranks: int) -> None:
     config = text if isinstance(text, dict) else config
     names = (*RECURRENT_HEADS, "num_heads") if "state_size" in config else RECURRENT_HEADS
     heads = [config[name] for name in names if isinstance(config.get(name), int)]
-    shared = math.gcd(*heads)
-    if shared % ranks:
-        sizes = [str(size) for size in range(1, shared + 1) if shared % size == 0]
-        raise StartupError(
-            f"--tp-size {ranks} cannot share the {shared} heads of the model's recurrent layers; "
-            f"give {', '.join(sizes)}."
-        )
+    recurrent, attention = math.gcd(*heads), config.get("num_attention_heads")
+    if pads_attention or not recurrent or not isinstance(attention, int):
+        attention = 0
+    for shared, layers in ((recurrent, "recurrent layers"), (attention, "attention")):
+        if shared % ranks:
+            both = math.gcd(recurrent, attention)
+            sizes = [str(size) for size in range(1, both + 1) if both % size == 0]
+            raise StartupError(
+                f"--tp-size {ranks} cannot share the {shared} heads of the model's {layers}; "
+                f"give {', '.join(sizes)}."
+            )
 
 
 def check_adapters(given: Sequence[object] | None) -> None:

@@ -28,6 +28,7 @@ def flags(**changed: Any) -> SimpleNamespace:
         "dcp_size": 1,
         "disaggregation_mode": "null",
         "enable_two_batch_overlap": False,
+        "enable_deterministic_inference": False,
     }
     return SimpleNamespace(**{**asked, **changed})
 
@@ -60,6 +61,7 @@ def test_prefill_servers_plan_and_decode_servers_keep_no_states() -> None:
         {"enable_linear_replayssm_spec": True},
         {"dcp_size": 2},
         {"enable_two_batch_overlap": True},
+        {"enable_deterministic_inference": True},
     ],
 )
 def test_sglang_tracks_by_itself(changed: dict[str, Any]) -> None:

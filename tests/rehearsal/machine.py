@@ -152,6 +152,15 @@ class Pretence:
                 "cuda_stream": 0,
             },
         )
+        event = type(
+            "Event",
+            (),
+            {
+                "__init__": lambda *_, **__: None,
+                "query": lambda _: True,
+                **dict.fromkeys(("record", "wait", "synchronize"), lambda *_, **__: None),
+            },
+        )
         told = {
             "is_available": lambda: True,
             "is_initialized": lambda: True,
@@ -170,7 +179,11 @@ class Pretence:
             "max_memory_allocated": lambda device=None: 0,
             "mem_get_info": lambda device=None: (machine.free_bytes - self.loaded, total),
             "Stream": stream,
+            "Event": event,
             "current_stream": lambda device=None: stream(),
+            "cudart": lambda: types.SimpleNamespace(
+                cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0
+            ),
         }
         for name, value in told.items():
             setattr(torch.cuda, name, value)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.rehearsal.start import Rehearsal, Start
 
-SECONDS = 240
+SECONDS = 600
 
 
 @dataclass(frozen=True)

@@ -381,6 +381,7 @@ class _Server:
                 runner.swa_max_total_num_tokens,
             ),
             tokenizer=None,
+            register_hicache_layer_transfer_counter=lambda counter: None,
             get_memory_pool=lambda: (runner.req_to_token_pool, runner.token_to_kv_pool_allocator),
         )
         compiled = mock.patch.object(factory, "compile_kernels", lambda *_, **__: None)

@@ -219,6 +219,104 @@ FLAGGED = [
 ]
 
 
+NEXTN = (
+    "--speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 4"
+)
+WITH_HEADS = {"strategy": "extra_buffer", "held": 3, "planned": True, "why_split": None}
+SPREAD = "--tp-size 8 --dp-size 8 --enable-dp-attention"
+LORA = "--enable-lora --max-lora-rank 64 --lora-target-modules q_proj k_proj v_proj o_proj"
+KIMI, NANO, GRANITE = "Kimi-Linear-48B", "Nemotron-3-Nano", "Granite-4-H-Small"
+TOO_FEW_SLOTS = "slots run out while most of the KV is unused; use --max-mamba-cache-size"
+ON_THE_GRID = "states are taken where SGLang tracks them, on a grid of 64 tokens"
+HOST = "--enable-hierarchical-cache --hicache-size 1"
+
+FLAGGED += [
+    *(
+        flagged("H100", QWEN, flags, ONE_SLOT | found)
+        for flags, found in {
+            "--disaggregation-mode prefill": {},
+            "--cpu-offload-gb 10": {},
+            "--mem-fraction-static 0.95": {},
+            "--max-running-requests 512 --tp-size 8": {"running": 512},
+            "--context-length 262144 --tp-size 8": {},
+            "--kv-cache-dtype fp8_e4m3 --mamba-ssm-dtype bfloat16 --quantization fp8": {
+                "state_dtype": "bfloat16",
+                "kv_dtype": "float8_e4m3fn",
+            },
+            "--hybrid-memory one --kv-cache-dtype fp8_e4m3": {},
+            f"--hybrid-memory one {SPREAD}": {},
+            f"--hybrid-memory one {HOST}": {},
+            f"{HOST} --hicache-io-backend kernel --hicache-mem-layout page_first": {},
+            f"{HOST} --hicache-io-backend direct --hicache-mem-layout page_first_direct": {},
+            f"{SPREAD} --moe-a2a-backend deepep --enable-single-batch-overlap": {},
+            "--enable-mixed-chunk": {},
+            "--enable-memory-saver": {},
+            "--attention-backend flashinfer": {"attention": ["flashinfer", "flashinfer"]},
+            "--mamba-full-memory-ratio 0.9": {},
+            "--nnodes 2 --node-rank 0 --dist-init-addr 127.0.0.1:41311 --tp-size 16": {},
+            LORA: {},
+        }.items()
+    ),
+    *(
+        flagged("H100", model, flags, ONE_SLOT)
+        for model, flags in (
+            (KIMI, "--tp-size 8"),
+            (KIMI, SPREAD),
+            (KIMI, "--mamba-ssm-dtype bfloat16"),
+            (KIMI, "--disaggregation-mode prefill"),
+            (NANO, "--tp-size 8"),
+            (GRANITE, "--tp-size 8"),
+            ("Falcon-H1-7B", "--tp-size 4 --context-length 262144"),
+        )
+    ),
+    *(
+        flagged("H100", model, flags, ONE_SLOT, TOO_FEW_SLOTS)
+        for model, flags in (
+            (NEMOTRON, LORA),
+            (NEMOTRON, SPREAD),
+            (KIMI, "--kv-cache-dtype fp8_e4m3"),
+        )
+    ),
+    flagged(
+        *("H100", NANO, "--max-running-requests 512 --context-length 262144", ONE_SLOT),
+        "let 118 requests run at once instead of 512, since each counts for 2",
+    ),
+    flagged(
+        *("H100", GRANITE, "--max-running-requests 512", ONE_SLOT),
+        "let 37 requests run at once instead of 512, since each counts for 2",
+    ),
+    flagged(
+        *("H100", QWEN, "--page-size 64", {"strategy": "extra_buffer", "held": 3, "page": 64}),
+        "a running request holds 3 state slots instead of 1; use --page-size 1.",
+    ),
+    flagged(
+        *("H100", QWEN, "--cuda-graph-backend-prefill full", {"captured": True, "held": 1}),
+        "inside a prefill's CUDA graph (--disable-prefill-cuda-graph leaves it out)",
+    ),
+    flagged(
+        *("H100", QWEN, f"{SPREAD} --enable-two-batch-overlap --moe-a2a-backend deepep", TRACKED),
+        f"with two-batch overlap {ON_THE_GRID}",
+    ),
+    flagged(
+        *("H100", QWEN, "--enable-deterministic-inference", TRACKED),
+        f"with deterministic inference {ON_THE_GRID}",
+    ),
+    flagged("H100", QWEN, f"--tp-size 4 {NEXTN}", WITH_HEADS),
+    flagged("H100", QWEN, f"--hybrid-memory one --tp-size 4 {NEXTN}", WITH_HEADS),
+    flagged(
+        *("H100", NANO, NEXTN, WITH_HEADS),
+        "let 25 requests run at once instead of 48, since each counts for 5",
+    ),
+    flagged(
+        *("H100", "Qwen3.5-35B", NEXTN, WITH_HEADS),
+        "let 10 requests run at once instead of 48, since each counts for 5",
+    ),
+    flagged("H200", QWEN, "", ONE_SLOT),
+    flagged("H200", "Qwen3.5-35B", NEXTN, WITH_HEADS | {"running": 48}),
+]
+
+
 WINDOWED = {
     (): "inside a prefill's CUDA graph",
     ("--disable-prefill-cuda-graph",): None,
@@ -334,6 +432,10 @@ REFUSED = {
         "cannot share SGLang's unified pool with this model: its latent keys have no positions"
     ),
     Case("Mamba-Codestral-7B", ("--hybrid-memory", "one")): "with this model: it has no KV",
+    Case("Falcon-H1-7B", ("--tp-size", "8")): "cannot share the 12 heads of the model's attention",
+    Case(QWEN, ("--hybrid-memory", "one", "--disaggregation-mode", "prefill")): (
+        "other servers reach rows where they lie; leave out --disaggregation-mode, or use --hybrid"
+    ),
     Case(NEMOTRON, (*KEEPS_KV.split(), "--enable-hierarchical-cache")): (
         "keeps KV on the device only; leave out --enable-hierarchical-cache there, or"
     ),

@@ -86,6 +86,7 @@ NOT_HERE = {
     "speculative decoding by DFLASH": {"speculative_algorithm": "DFLASH"},
     "ReplaySSM": {"enable_linear_replayssm": True},
     "two-batch overlap": {"enable_two_batch_overlap": True},
+    "deterministic inference": {"enable_deterministic_inference": True},
     "decode context parallelism": {"dcp_size": 2},
 }
 """Settings that the CPU platform does not serve: SGLang's arguments, where they differ from its
@@ -142,6 +143,7 @@ def test_what_is_not_planned_is_on_the_page() -> None:
     defaults = {"speculative_algorithm": None, "disaggregation_mode": "null"}
     defaults |= {"enable_linear_replayssm": False, "enable_linear_replayssm_spec": False}
     defaults |= {"enable_two_batch_overlap": False, "dcp_size": 1}
+    defaults |= {"enable_deterministic_inference": False}
     assert why_unplanned(SimpleNamespace(**defaults)) is None
     page = PAGE.read_text()
     for name, changed in NOT_HERE.items():
