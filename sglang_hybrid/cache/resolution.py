@@ -350,6 +350,9 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
     """The default of --mamba-full-memory-ratio where checkpoints are planned: what the last
     server's traffic asked for, or `CostModel.states_to_kv`. SGLang's is meant for a state per chunk
     of a prefill, and planned ones are fewer.
+
+    Where prompts can only be short, states get more: a slot that no running request holds, every
+    other one, has no more KV beside it than the longest request.
     """
     view = resolving_view(server_args)
     if view.mamba_full_memory_ratio is not None or not plans_checkpoints(view):
@@ -357,7 +360,9 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
     cost = cost_of_model(model_config_of(server_args).hf_config)
     if cost is None or not cost.state_bytes:
         return
-    ratio = round(cost.states_to_kv, 3)
+    longest = model_config_of(server_args).context_len * max(1, cost.kv_bytes_per_token)
+    least = 2.1 * cost.state_bytes / longest  # pools are not to the byte what they are asked to be
+    ratio = round(max(cost.states_to_kv, least), 3)
     path = None if view.max_mamba_cache_size is not None else split_path(server_args)
     learnt = path and read_split(path)
     if learnt:
