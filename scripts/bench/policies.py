@@ -36,7 +36,7 @@ AGENTS_POLICIES = {
     "one": ("lru", "reuse", "clairvoyant", "density"),
     "served": ("sglang-lru", "reuse", "sglang", "vllm", "tensorrt-llm"),
 }
-BELOW_POLICIES = ("hicache", "lru", "reuse", "unbounded")
+BELOW_POLICIES = ("hicache", "reuse", "unbounded")
 """What agents' conversations are replayed with: by rules, and with tiers below the device."""
 
 CODECS = tuple(codec.value for codec in NUMBER_BYTES)
@@ -188,12 +188,14 @@ def cost_of(model: str) -> CostModel:
     return CostModel.from_config(config.get("text_config", config))
 
 
-def show_agents(runner: Runner, sizes: Sequence[float], workers: int) -> None:
+def show_agents(
+    runner: Runner, models: Sequence[str], sizes: Sequence[float], workers: int
+) -> None:
     """Print a row per model and size of the device: what each policy finds, of tokens, and of FLOPs
     in one memory.
     """
     jobs: dict[tuple[str, float, str, str], Job] = {}
-    for model in HYBRIDS:
+    for model in models:
         for size in sizes:
             for rules, names in AGENTS_POLICIES.items():
                 for name in names:
@@ -216,7 +218,7 @@ def show_agents(runner: Runner, sizes: Sequence[float], workers: int) -> None:
         print(f"\n{about}:\n")
         heads = [f"{TITLES[rules]}: {name}" for rules, name in columns]
         table = Table("model", "GB", *heads, "closed", text=1)
-        for model in HYBRIDS:
+        for model in models:
             for size in sizes:
                 rates = {key: 100 * rate(found[model, size, *key]) for key in columns}
                 low, mine, high = (rates["one", name] for name in AGENTS_POLICIES["one"][:3])
@@ -251,7 +253,9 @@ def policies(
     rules: Annotated[tuple[str, ...], one_of(RULES)] = tuple(RULES),
     traces: Folder = TRACES,
     generated: Seeds = None,
-    agents: Annotated[bool, "agents' conversations at full length, and other engines"] = False,
+    agents: Annotated[
+        tuple[str, ...], "agents' conversations, by these models' sizes", one_of(HYBRIDS)
+    ] = (),
     workers: Annotated[Count, "--agents: processes"] = 2,
     device_codec: Annotated[
         str, "exact beside coded entries, by several models' sizes", one_of(CODECS)
@@ -286,5 +290,6 @@ def policies(
         return
     runner, rows = read_agents(traces)
     sizes = [size for _, size in rows]
-    show_agents(runner, sizes, workers)
-    show_below(runner, sizes, workers)
+    show_agents(runner, agents, sizes, workers)
+    if AGENTS_MODEL in agents:
+        show_below(runner, sizes, workers)

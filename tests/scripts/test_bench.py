@@ -259,7 +259,7 @@ def test_conversations_of_agents_are_measured_in_tokens_and_flops(
     with tarfile.open(tmp_path / f"{traces.AGENTS}.tar.gz", "w:gz") as archive:
         archive.add(folder, traces.AGENTS)
     monkeypatch.setattr(traces, "AGENT_SIZES", (5,))
-    policies.policies(traces=tmp_path, agents=True, workers=1)
+    policies.policies(traces=tmp_path, agents=policies.HYBRIDS, workers=1)
     cells = [line.split("|") for line in capsys.readouterr().out.splitlines()]
     rows = [
         [float(cell) for cell in row[2:6]]

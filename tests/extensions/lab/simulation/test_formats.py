@@ -112,6 +112,17 @@ def test_azures_own_file() -> None:
     assert azure.prompts[0] == 374
 
 
+def test_mooncakes_blocks_have_numbers_of_long_traces(tmp_path: Path) -> None:
+    first = 2**31 // 512
+    lines = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [0, block]}
+        for block in (first, first + 1, first)
+    ]
+    one, other, again = read_trace(write(tmp_path / "trace.jsonl", *lines))
+    assert np.array_equal(one.tokens[:1024], again.tokens[:1024])
+    assert requests.common_prefix(one.tokens, other.tokens) == 512
+
+
 def conversation(**more: object) -> dict[str, object]:
     def request(t: float, length: int, out: int, blocks: list[int]) -> dict[str, object]:
         return {"t": t, "type": "s", "in": length, "out": out, "hash_ids": blocks, "stop": ""}
