@@ -227,8 +227,9 @@ def own_headers() -> dict[str, str]:
     return {f"X-Hybrid-{HEADER}": secrets.token_hex(8)} if REQUIRED in _sources() else {}
 
 
+@lru_cache(maxsize=1)
 def _sources() -> list[str]:
-    """The words of `--hybrid-tenants`."""
+    """The words of `--hybrid-tenants`, which every request asks for."""
     return HybridConfig.from_environment().hybrid_tenants.split(",")
 
 

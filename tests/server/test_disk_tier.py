@@ -27,7 +27,6 @@ from tests.extensions.disk.objects import put
 from tests.server.client import (
     Serve,
     ask,
-    cached,
     hybrid_cache,
     logprobs,
     random_prompt,
@@ -197,39 +196,6 @@ def test_ranks_find_their_own(tiered: Serve, disk: Path, architecture: str) -> N
             assert all((stored(answer) >= 640) is not first for answer in answers)
             written(disk)
     assert len(list(disk.glob("*/*/rank-*"))) == 2
-
-
-class Conversations:
-    """Twenty conversations, together more than device and host hold, that go on in turns."""
-
-    def __init__(self) -> None:
-        self._texts = [random_prompt(400, seed=number) for number in range(20)]
-        self._random = random.Random(3)
-
-    def hit_rate(self, url: str, requests: int) -> float:
-        """Share of the prompts' tokens that were hit in the next requests."""
-        hits = total = 0
-        for _ in range(requests):
-            text = self._random.choice(self._texts)
-            text += random_prompt(20, seed=self._random.randrange(10**6))
-            answer = ask(url, text, 4)
-            text += answer["output_ids"]
-            hits += cached(answer)
-            total += answer["meta_info"]["prompt_tokens"]
-        return hits / total
-
-
-@pytest.mark.timeout(900)
-def test_hits_go_on_after_a_restart(tiered: Serve, disk: Path) -> None:
-    traffic = Conversations()
-    with tiered() as server:
-        traffic.hit_rate(server.url, 100)
-        before = traffic.hit_rate(server.url, 100)
-        written(disk)
-    with tiered() as server:
-        after = traffic.hit_rate(server.url, 100)
-    print(f"hit rate before {before:.3f}, after {after:.3f}")
-    assert before > 0.5 and after >= 0.95 * before
 
 
 def test_other_weights_find_nothing(

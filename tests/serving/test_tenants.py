@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,8 +180,12 @@ def test_a_header_that_something_else_contradicts_is_refused(request_: Request) 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A function that sets `--hybrid-tenants`, on a server with the keys `own` and `admin`."""
+
+    def give(words: str) -> None:
+        monkeypatch.setattr(tenants, "_sources", words.split(",").copy)
+
     monkeypatch.setattr(tenants, "server_keys", lambda: [b"own", b"admin"])
-    return partial(monkeypatch.setenv, "SGLANG_HYBRID_TENANTS")
+    return give
 
 
 def with_key(key: str, body: Any = None, **more: Any) -> Request:

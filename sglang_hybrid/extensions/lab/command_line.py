@@ -226,7 +226,7 @@ def traffic_of(options: argparse.Namespace, console: Console) -> Sequence[Reques
 
 
 def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
-    """What is to be replayed of `trace`: every policy with every size of the cache.
+    """The jobs to be replayed of `trace`: every policy with every size of the cache.
 
     Raises UsageError for options that do not go together, and FileError.
     """
@@ -301,7 +301,7 @@ def _default_policies(options: argparse.Namespace) -> str:
 
 
 def _time(options: argparse.Namespace, cost: CostModel) -> PrefillTime | None:
-    """How long prefills take; None: each request is served at once."""
+    """The time that prefills take; None: each request is served at once."""
     if options.prefill is None and not options.instant:
         return PAPER if options.model is None else at_papers_rate(cost)
     if options.prefill is None:

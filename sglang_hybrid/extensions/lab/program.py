@@ -101,7 +101,7 @@ def _run(runner: Runner, jobs: list[Job], workers: int, console: Console) -> lis
 def _summary(
     options: argparse.Namespace, job: Job, results: Sequence[Result], command: str
 ) -> dict[str, object]:
-    """What --json writes. `job`: one of those that were replayed."""
+    """The object that --json writes. `job`: one of those that were replayed."""
     return {
         "command": command,
         "seed": options.seed,

@@ -72,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What a job found, per request [n]. ttft: queueing included, empty without time.
+    """The results of a job, per request [n]. ttft: queueing included, empty without time.
 
     chosen: the options that were best in hindsight. blocks: stored, KV reused, states reused, of a
     cache of blocks. tiers: what the tiers of a cache in tiers did. lost: tokens that it would have
@@ -170,8 +170,8 @@ class Runner:
         return run_all(Runner.run, Runner(self.traces) if apart else self, jobs, workers, progress)
 
     def run(self, job: Job, count_request: Callable[[], None] = lambda: None) -> Result:
-        """What `job` finds: of the systems that the best in hindsight is chosen from, that with the
-        most hit tokens, the first of equals. count_request: called after each request.
+        """The results of `job`: of the systems that the best in hindsight is chosen from, that with
+        the most hit tokens, the first of equals. count_request: called after each request.
         """
         results = [self._run(job, spec, count_request) for spec in job.spec.candidates()]
         best = max(results, key=lambda result: result.hit_tokens)

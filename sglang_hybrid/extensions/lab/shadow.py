@@ -1,4 +1,4 @@
-"""What other policies would have hit of a server's live traffic: `replay FILE --follow`.
+"""Replays a server's live traffic under other policies: `replay FILE --follow`.
 
 A server writes finished requests into a recording (`--hybrid-record`); this program reads the lines
 as they come, and serves each request to a simulated cache of every policy, without a model. It runs
@@ -42,15 +42,16 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "sglang_hybrid_shadow:"
 
 LATEST_SECONDS: Final = 600.0
-"""How long a request may take until its line is written. Lines come as requests end and are served
-as they arrived, as a replay of the whole file serves them; one that takes longer is served late.
+"""Seconds that a request may take until its line is written. Lines come as requests end and are
+served as they arrived, as a replay of the whole file serves them; one that takes longer is served
+late.
 """
 
 STEP_SECONDS: Final = 1.0
 """Between two looks at the file."""
 
 POLICIES: Final = "sglang,lru"
-"""What is followed where no policy is named: what the server has is in the recording."""
+"""The policies that are followed where none is named: what the server has is in the recording."""
 
 SERVED: Final = "served"
 """The name of what the server did hit, beside the policies."""

@@ -1,4 +1,4 @@
-"""What a replay can build, by name: entered in `core.systems`, where the names are parsed."""
+"""Systems of a replay, by name: entered in `core.systems`, where the names are parsed."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _hicache(setting: Setting, grid: int = 64, chunk: int = 8_192, interval: int
 
 
 def _oracle(setting: Setting) -> Oracle:
-    """What the requests of `setting` will be; made once for all settings that share oracles."""
+    """The future requests of `setting`; made once for all settings that share oracles."""
     key = id(setting.requests)
     if key not in setting.oracles:
         setting.oracles[key] = Oracle(setting.requests)

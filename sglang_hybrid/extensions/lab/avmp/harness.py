@@ -12,7 +12,7 @@ from sglang_hybrid.extensions.lab.avmp.requests import LiveRequest
 
 
 class RequestEvent(IntEnum):
-    """What happens to a request, in the order of one tick."""
+    """Events of a request, in the order of one tick."""
 
     END = 0
     GROWTH = 1
@@ -21,7 +21,7 @@ class RequestEvent(IntEnum):
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the requests of one run.
+    """The results of the requests of one run.
 
     out_of_memory: calls to the allocator that got nothing; a request makes one per layer when it
     arrives, and one per layer with KV for each further page. completed: requests without such a

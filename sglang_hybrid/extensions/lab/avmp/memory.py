@@ -1,4 +1,4 @@
-"""What all allocators share: sizes, and ids of pages."""
+"""The common part of all allocators: sizes, and ids of pages."""
 
 from __future__ import annotations
 

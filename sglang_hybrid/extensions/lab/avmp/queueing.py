@@ -16,7 +16,7 @@ Room = dict[MemoryKind, int]
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a memory holds: pools of so many units of each kind, or bytes that kinds share.
+    """The size of a memory: pools of so many units of each kind, or bytes that kinds share.
 
     share: of `total` bytes, what the states have; None: KV and states share all.
     """
@@ -26,7 +26,7 @@ class Capacity:
     share: float | None = None
 
     def holds(self, units: Room) -> bool:
-        """Whether so much of each kind fits."""
+        """True if so much of each kind fits."""
         size = {kind: units[kind] * self.model.unit(kind) for kind in MemoryKind}
         if self.share is None:
             return sum(size.values()) <= self.total

@@ -93,7 +93,7 @@ def _sharegpt_replay(rng: np.random.Generator, n: int) -> tuple[Lengths, Lengths
 
 @dataclass(frozen=True)
 class Workload:
-    """How many requests, how they are drawn, and the first of the seeds."""
+    """The number of requests, the way they are drawn, and the first of the seeds."""
 
     count: int
     draw: Draw

@@ -111,7 +111,7 @@ class SharedByValue(SharedBytes):
         return True
 
     def _victim(self, request: int) -> int | None:
-        """What makes room for `request` next; None if nothing may."""
+        """The victim that makes room for `request` next; None if there is none."""
         holding = {*self.held[MemoryKind.KV], *self.held[MemoryKind.STATES]}
         candidates = holding & self._lost
         if not candidates and request not in self._lost:

@@ -58,7 +58,7 @@ def hit_rate(study: Study) -> Plot:
 
 
 def ttft(study: Study) -> Plot:
-    """How the time to first token is distributed."""
+    """The distribution of the time to first token."""
     series = {
         name: 1000 * (result.ttft if len(result.ttft) else result.paper_ttft)
         for name, result in study.at_compared().items()
@@ -117,7 +117,7 @@ def by_length(study: Study) -> Plot | None:
 
 
 def contention(study: Study) -> Plot | None:
-    """What a policy adds to the reference, by cache size."""
+    """The gain of a policy over the reference, by cache size."""
     sizes, series = study.sizes()
     reference = study.reference()
     if reference is None or reference not in series or len(sizes) < 2:
@@ -213,7 +213,7 @@ def losses(study: Study) -> Plot | None:
 
 
 def blocks(study: Study) -> Plot | None:
-    """What a state per block is worth, and what it costs."""
+    """The worth of a state per block, and its cost."""
     if study.first.tiers is not None:
         return None
     kv, states = [], []
@@ -237,7 +237,7 @@ def blocks(study: Study) -> Plot | None:
 
 
 def lengths(study: Study) -> Plot:
-    """How long prompts and answers are."""
+    """The lengths of prompts and answers."""
     requests = study.requests
     answers = np.array([max(len(r.tokens) - r.input_len, 1) for r in requests], dtype=float)
     prompts = np.array([r.input_len for r in requests], dtype=float)

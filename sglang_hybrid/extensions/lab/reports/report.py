@@ -128,7 +128,7 @@ def _size(result: Result) -> str:
 
 
 def leads(name: str, results: Mapping[str, Result]) -> bool:
-    """Whether no system found more, but one without bounds."""
+    """True if no system found more, but one without bounds."""
     others = [r.hit_tokens for other, r in results.items() if other not in (name, "unbounded")]
     return name in results and results[name].hit_tokens >= max(others, default=0)
 

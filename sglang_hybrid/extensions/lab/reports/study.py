@@ -1,4 +1,4 @@
-"""What a report compares: the runs asked for, and those it adds: cache sizes, layer mixes, state
+"""The study of a report: the runs asked for, and those it adds: cache sizes, layer mixes, state
 sizes, arrivals, block sizes. Where hits in tiers came from, and where others were lost.
 """
 
@@ -97,7 +97,7 @@ class Study:
         return {r.job.policy: r for r in self.results if r.job.budget == budget}
 
     def reference(self) -> str | None:
-        """What gains are counted from: LRU under the same admission, else SGLang+."""
+        """The reference of gains: LRU under the same admission, else SGLang+."""
         names = self.at_compared()
         return next((name for name in ("lru", "sglang+") if name in names), None)
 
@@ -173,7 +173,7 @@ def paper_model(ssm: int, attention: int, state: int = 128) -> CostModel:
 
 
 def order(size: Budget) -> int:
-    """What cache sizes are sorted by: bytes, or slots."""
+    """The key by which cache sizes are sorted: bytes, or slots."""
     return size.slots if isinstance(size, Split) else size or 0
 
 

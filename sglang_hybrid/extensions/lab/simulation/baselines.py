@@ -71,8 +71,8 @@ class SglangPlus(Simulator):
 
 
 class SglangRules(Simulator):
-    """What SGLang 0.5.23 keeps, with `extra_buffer` (sglang-notes sections 1 and 2), for caches
-    that set `grid`, `chunk`, `interval` and `kv_policy`.
+    """The states that SGLang 0.5.23 keeps, with `extra_buffer` (sglang-notes sections 1 and 2), for
+    caches that set `grid`, `chunk`, `interval` and `kv_policy`.
 
     One state per prefill chunk of at most `chunk` tokens, at the last multiple of `grid` tokens
     from the chunk's start, or at the branch point if that lies before it and on the grid; KV is
@@ -249,7 +249,7 @@ class ServedClairvoyant(KnowsFuture, ServerSimulator):
 
 
 class Future(HistoryPath):
-    """What comes of the positions of `request` after tick `now`, in place of what is known."""
+    """The future of the positions of `request` after tick `now`, in place of what is known."""
 
     def __init__(self, oracle: Oracle, request: Request, now: int) -> None:
         super().__init__([])

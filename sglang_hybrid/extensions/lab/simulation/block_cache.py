@@ -95,7 +95,7 @@ class BlockCache:
         return ticket
 
     def _found(self, names: list[int]) -> int:
-        """How many blocks from the beginning are cached."""
+        """The number of blocks from the beginning that are cached."""
         found = 0
         while found < len(names) and names[found] in self._blocks:
             found += 1
@@ -111,8 +111,8 @@ class BlockCache:
         self._lock(ticket, [])
 
     def _publish(self, ticket: Ticket, length: int) -> None:
-        """What was computed up to `length` is cached; a last block that is not full stays the
-        request's own.
+        """Put what was computed up to `length` into the cache; a last block that is not full stays
+        the request's own.
         """
         assert isinstance(ticket, BlockTicket)
         if ticket.apart:

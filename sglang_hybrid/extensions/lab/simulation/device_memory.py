@@ -1,4 +1,4 @@
-"""What a replayed cache holds on its device, and what it evicts when the device runs short."""
+"""The content of a replayed cache on its device, and its evictions when the device runs short."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class DeviceMemory:
         return kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
 
     def could_hold(self, kv: int, states: int) -> bool:
-        """Whether so many tokens and states fit if nothing else is there."""
+        """True if so many tokens and states fit if nothing else is there."""
         if isinstance(self.budget, Split):
             return kv <= self.budget.kv_tokens and states <= self.budget.slots
         return self.budget is None or self.bytes_of(kv, states) <= self.budget
@@ -180,7 +180,7 @@ class DeviceMemory:
         self._states += states
 
     def _could_fit(self, kv: int, states: int, path: list[Node]) -> bool:
-        """Whether it would fit beside nothing but `path` and what running requests compute."""
+        """True if it would fit beside nothing but `path` and what running requests compute."""
         kv += self.kv_in_use + (path[-1].depth if path else 0)
         states += self.slots_in_use + sum(node.has_state for node in path)
         return self.could_hold(kv, states)

@@ -1,6 +1,4 @@
-"""What will be asked for, for a policy that may know: the next request that could resume at a
-position.
-"""
+"""The future, for a policy that may know it: the next request that could resume at a position."""
 
 from __future__ import annotations
 

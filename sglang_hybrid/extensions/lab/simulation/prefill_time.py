@@ -1,4 +1,4 @@
-"""How long a prefill takes, as a formula of its tokens: the paper's fit, or one of our own."""
+"""The time of a prefill as a formula of its tokens: the paper's fit, or one of our own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PrefillTime:
 
     @classmethod
     def read(cls, path: Path) -> PrefillTime:
-        """What `write` wrote. Raises FileError."""
+        """The formula that `write` wrote. Raises FileError."""
         read = read_json(path, cls, "prefill time of fit_prefill.py")
         return replace(read, about=plain(read.about))
 

@@ -22,8 +22,8 @@ from sglang_hybrid.extensions.lab.simulation.token_tree import TokenTree, prefix
 
 
 class Told:
-    """What a router knows of the states in a server's `tree`: each change is an event that arrives
-    `late` seconds after it, by the clock `now`.
+    """The knowledge of a router about the states in a server's `tree`: each change is an event that
+    arrives `late` seconds after it, by the clock `now`.
     """
 
     settle: Callable[[], None]
@@ -109,7 +109,7 @@ class Replica:
         return self.cache.tree.find(prompt, tenant=request.tenant)[1]
 
     def must_evict_for(self, tokens: int) -> bool:
-        """Whether a prefill of so many tokens takes the place of what is cached here."""
+        """True if a prefill of so many tokens takes the place of what is cached here."""
         if not isinstance(self.cache, Simulator):
             return True
         return self.cache.memory.short_of(tokens, STATES_OF_A_PREFILL) is not None
@@ -120,7 +120,7 @@ class Replica:
 
 
 def hear(replicas: Sequence[Replica], request: Request) -> None:
-    """What `replicas` are believed to hit of `request`, where a router is told late."""
+    """The hits of `request` that `replicas` are believed to have, where a router is told late."""
     prompt = request.tokens[: request.input_len - 1]
     hashes = prefix_hashes(prompt, request.tenant).tolist()
     positions = dict(zip(hashes, range(1, len(hashes) + 1), strict=True))
@@ -229,7 +229,7 @@ class Soonest(Router):
 
 
 class DpRanks(Router):
-    """What `--dp-size` does on a server: `core.queue.prefix_ranks`, told of every load at once."""
+    """The choice of `--dp-size`: `core.queue.prefix_ranks`, told of every load at once."""
 
     def __init__(self) -> None:
         self._ranks: PrefixRanks | None = None

@@ -67,7 +67,7 @@ class SimulatedStateSlots:
         return self._memory.slots_in_use
 
     def make_room(self) -> bool:
-        """Whether a slot is free, evicting if that helps."""
+        """True if a slot is free, evicting if that helps."""
         memory = self._memory
         while self.free() <= 0:
             if not memory.evict_one(memory.state_pool, spare_forks=False):
@@ -250,7 +250,7 @@ class ServerSimulator(Simulator):
         return True
 
     def _room_beside(self, source: Node) -> bool:
-        """Whether a request can have a slot beside the state that it copies."""
+        """True if a request can have a slot beside the state that it copies."""
         if not self.memory.could_hold(source.depth, states=2):
             return False
         if self._slots.free() > 0:

@@ -33,8 +33,8 @@ class StoreBudget:
 
 
 class SimulatedStore(Simulator):
-    """What servers that share a `store` have written to it, evicted by the returns that all their
-    requests taught.
+    """The objects that servers which share a `store` have written to it, evicted by the returns
+    that all their requests taught.
 
     A server writes the KV and the states that its own cache keeps of a request, behind its prefill
     and at its end, and no state twice. It loads what it lacks before a prefill, where that takes

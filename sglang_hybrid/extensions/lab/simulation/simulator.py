@@ -28,7 +28,7 @@ from sglang_hybrid.extensions.lab.simulation.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one request found: tokens skipped, and how far KV alone reached. hit_len <= kv_len <
+    """The outcome of one request: tokens skipped, and how far KV alone reached. hit_len <= kv_len <
     input_len. exact: nothing that it resumed from was ever coded.
     """
 
@@ -65,8 +65,8 @@ class Ticket:
 
 
 class Cache(Protocol):
-    """What can be replayed: requests one after the other by `serve`, or overlapping, by `begin` at
-    the start of a prefill, `end_prefill` at its end and `finish` after the last token.
+    """A cache that can be replayed: requests one after the other by `serve`, or overlapping, by
+    `begin` at the start of a prefill, `end_prefill` at its end and `finish` after the last token.
     """
 
     def serve(self, request: Request) -> Outcome: ...
@@ -228,8 +228,8 @@ class Simulator:
         ticket.own_kv, ticket.own_states = kv, states
 
     def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
-        """What it finds and which checkpoints it deserves; the nodes on its whole path, and how
-        many of its tokens are stored.
+        """The ticket of a request, with its hit and the checkpoints that it deserves; the nodes on
+        its whole path, and how many of its tokens are stored.
         """
         self.tree.clock.advance(request.arrival)
         usable = request.input_len - 1  # the last prompt token is always computed
@@ -262,7 +262,7 @@ class Simulator:
         return next(usable, self.tree.root), 0.0
 
     def _is_worth(self, history_match: HistoryMatch, prefill: Prefill) -> bool:
-        """Whether a state at the branch that the history knows should be taken. The paper's rule
+        """True if a state at the branch that the history knows should be taken. The paper's rule
         takes every branch that it sees. Where a prompt only goes on with a sequence, it sees none;
         the state there has to be worth what it pushes out.
         """
@@ -282,7 +282,7 @@ class Simulator:
         return {c.position: c.kind for c in screened if c.admitted}
 
     def _match_history(self, request: Request) -> HistoryMatch | None:
-        """What its prompt has in common with the history."""
+        """The common part of its prompt and the history."""
         history = self.policy.history
         if history is None:
             return None
@@ -323,7 +323,7 @@ class Simulator:
         return path
 
     def _leads_to(self, node: Node) -> bool:
-        """Whether what a request holds, `node`, is on its path; without states it may lie aside."""
+        """True if what a request holds, `node`, is on its path; without states it may lie aside."""
         return bool(self.cost.state_bytes)
 
     def _lock(self, ticket: Ticket, node: Node | None) -> None:

@@ -224,7 +224,7 @@ def packed(value: object) -> Iterator[int]:
 
 
 def unpack(descriptor: int) -> Any:
-    """What `packed` wrote; its arrays are not copied."""
+    """The object that `packed` wrote; its arrays are not copied."""
     content = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
     start = 8 + int.from_bytes(content[:8], "little")
     parts = []

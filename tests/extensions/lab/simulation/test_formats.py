@@ -541,7 +541,7 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
 
 
 def test_only_a_file_is_replaced(tmp_path: Path) -> None:
-    """What lies in the way of the file that is written first is nobody's to follow, either."""
+    """A link in the place of the file that is written first is not followed, either."""
     requests = [Request(0, 0, 0.0, np.arange(5, dtype=np.int32), 3)]
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):

@@ -120,7 +120,7 @@ def _pins(number: int, request: Request) -> tuple[PinRequest, ...]:
 
 @dataclass(frozen=True)
 class Played:
-    """What a cache did with a trace: hit lengths, and KV tokens and states that it holds then."""
+    """Results of a cache on a trace: hits, and KV tokens and states that it holds then."""
 
     hits: list[int]
     held: tuple[int, int]
@@ -141,7 +141,7 @@ def served(
     unified: bool = False,
     coded: bool = False,
 ) -> tuple[Played, Split, CostModel]:
-    """What the server's cache did, on which pools, or in one memory of as many bytes, and its
+    """The results of the server's cache, on which pools, or in one memory of as many bytes, and its
     measured costs. unified: the memory is SGLang's, where all sizes are four times as large. coded:
     entries are coded before they are evicted, and rows are long enough for that.
     """
@@ -256,7 +256,7 @@ def test_a_small_difference_of_one_memory_is_seen(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", some(["reuse", "sglang-lru"]))
 def test_tenants_share_nothing_in_either(policy: str) -> None:
-    """What one request sends is hit by its own tenant only."""
+    """A prompt is hit by its own tenant only."""
     pools = POOLS["sharegpt_55"][0]
     compare(f"{TENANTS}sharegpt_55", 300, pools, policy)
     apart, _, _ = served(f"{TENANTS}sharegpt_55", 300, pools, policy)

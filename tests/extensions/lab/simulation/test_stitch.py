@@ -1,4 +1,4 @@
-"""What a later prompt tells of an earlier answer; Mooncake as marconi-notes.md section 8 has it."""
+"""Answers told by later prompts; Mooncake as marconi-notes.md section 8 has it."""
 
 from __future__ import annotations
 

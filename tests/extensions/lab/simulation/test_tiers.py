@@ -80,8 +80,8 @@ def traffic(seed: int, count: int) -> list[Request]:
 
 
 class PlainTiers:
-    """Which tokens' KV and which states each tier holds, by the whole prefix that leads there. It
-    follows a simulator's placement event by event, and finds ways by trying everything.
+    """The KV and the states that each tier holds, by the whole prefix that leads there. It follows
+    a simulator's placement event by event, and finds ways by trying everything.
     """
 
     def __init__(self, cache: TieredSimulator, monkeypatch: pytest.MonkeyPatch) -> None:

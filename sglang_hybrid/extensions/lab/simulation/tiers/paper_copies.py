@@ -11,7 +11,7 @@ from sglang_hybrid.extensions.lab.simulation.tiers.tiered_memory import TieredMe
 
 
 class PaperCopies:
-    """What is evicted from a tier is written to the next slower one, unless a slower tier has it
+    """Writes what is evicted from a tier to the next slower one, unless a slower tier has it
     already, or a copy is worth less than its writing or than what it would push out. KV that nodes
     below need is worth any room.
     """
@@ -41,7 +41,7 @@ class PaperCopies:
             memory.copy(node, below, kv=True, state=False, at_any_cost=True)
 
     def _pays(self, tier: Tier, node: Node, *, kv: bool, state: bool) -> bool:
-        """Whether copies of `node` in `tier` are expected to save more seconds than their writing
+        """True if copies of `node` in `tier` are expected to save more seconds than their writing
         costs (`core.tiers.writes`); True where the policy knows nothing of returns.
         """
         policy, memory = self._memory.pools[tier][1].policy, self._memory

@@ -86,7 +86,9 @@ class ServedCopies:
         self.memory.unpin(under_way)
 
     def next_victims(self) -> list[Node]:
-        """What the device would evict next until no more than the watermark of it is used."""
+        """The nodes that the device would evict next until no more than the watermark of it is
+        used.
+        """
         pools = dict.fromkeys(self.memory.pools[Tier.DEVICE])
         found = [node for pool in pools for node in pool.next_victims(self._above_watermark(pool))]
         return list(dict.fromkeys(found))
@@ -204,7 +206,7 @@ def served_memory(
 
 
 def lacks_copy(node: Node) -> bool:
-    """Whether the device has a state of `node`, and the host has not."""
+    """True if the device has a state of `node`, and the host has not."""
     copies = copies_of(node)
     return copies.has_state(Tier.DEVICE) and not copies.has_state(Tier.HOST)
 

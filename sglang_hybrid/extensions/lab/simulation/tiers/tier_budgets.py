@@ -53,7 +53,7 @@ class CopyCodec(Enum):
         return min(size, -(-size * row // (ROW * value_bytes)))
 
     def is_exact(self, value_bytes: int) -> bool:
-        """Whether copies of numbers of `value_bytes` each are what was on the device."""
+        """True if copies of numbers of `value_bytes` each are what was on the device."""
         return self is CopyCodec.EXACT or (self is CopyCodec.BF16 and value_bytes <= 2)
 
 
@@ -122,7 +122,7 @@ class TierBudgets:
 
     @property
     def exact(self) -> bool:
-        """Whether no tier has a codec."""
+        """True if no tier has a codec."""
         return set(self.codecs) == {CopyCodec.EXACT}
 
     def with_copies(self, cost: CostModel) -> CostModel:
@@ -172,7 +172,7 @@ def _codec(name: str, tier: Tier) -> CopyCodec:
 
 @dataclass
 class TierCounts:
-    """What the tiers of a replayed cache did.
+    """Counts of the tiers of a replayed cache.
 
     hit_tokens: tokens that were skipped. The device counts those that could be skipped without
     loads, the host those that its copies added, the disk those that its copies added to both.

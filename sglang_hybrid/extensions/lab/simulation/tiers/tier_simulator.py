@@ -95,13 +95,13 @@ class TieredSimulator(Simulator):
         return cheapest(known)
 
     def _leads_to(self, node: Node) -> bool:
-        """Whether some tier has KV of `node`. A copy that found no room on the device may have been
+        """True if some tier has KV of `node`. A copy that found no room on the device may have been
         evicted from a slower tier, and then the KV above it leads nowhere.
         """
         return bool(copies_of(node).kv)
 
     def _lock(self, ticket: Ticket, node: Node | None) -> None:
-        """What a request holds stays in the slower tiers too: it may have found no room on the
+        """Keep what a request holds in the slower tiers too: it may have found no room on the
         device.
         """
         before = ticket.locked_node

@@ -116,7 +116,7 @@ class TieredMemory(DeviceMemory):
         return self.short_in(tier, kv, states) is None
 
     def could_fit_in(self, tier: Tier, kv: int, states: int, path: Sequence[Node]) -> bool:
-        """Whether it would fit beside nothing but what `path` and running requests have there."""
+        """True if it would fit beside nothing but what `path` and running requests have there."""
         kv, states = self._with_running(tier, kv, states)
         for node in path:
             kv += node.tokens * copies_of(node).has_kv(tier)

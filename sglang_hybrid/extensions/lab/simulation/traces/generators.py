@@ -23,7 +23,7 @@ MOST_TURNS: Final = 100_000
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a workload is made of. Lengths in tokens, times in seconds.
+    """The parameters of a workload. Lengths in tokens, times in seconds.
 
     shared: length of what several sessions begin with: the system prompt of chats, system prompt
     and tools of agents, the examples of a few-shot template, the document of a fan-out, what a

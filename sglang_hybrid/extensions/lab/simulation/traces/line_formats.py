@@ -66,7 +66,8 @@ class MarconiLine(msgspec.Struct):
 
 
 class RecordedLine(msgspec.Struct, omit_defaults=True):
-    """What our own recorder writes, one line per request, in the order in which they ended.
+    """The lines that our own recorder writes, one line per request, in the order in which they
+    ended.
 
     input_ids, output_ids: prompt and answer. Ours are packed; a list of numbers is read as well.
     t, first, end: seconds since the recording began: arrival, first token, last token.

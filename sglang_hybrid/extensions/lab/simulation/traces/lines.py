@@ -74,8 +74,8 @@ class Skipped:
 
 @dataclass
 class Reading:
-    """How to read. limit: requests. max_input: Mooncake's longer prompts are left out. stitch: its
-    unknown tokens are taken from the prompts that go on from them.
+    """Options of reading. limit: requests. max_input: Mooncake's longer prompts are left out.
+    stitch: its unknown tokens are taken from the prompts that go on from them.
 
     session_rate: sessions a second, and seed of their arrivals, where a format has no clock.
     """

@@ -15,7 +15,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, Knuth's mul
 
 @dataclass(frozen=True)
 class Slice:
-    """Which requests of a trace, and what is done to them.
+    """A choice of requests of a trace, and the changes made to them.
 
     Attributes:
         requests: how many at most.

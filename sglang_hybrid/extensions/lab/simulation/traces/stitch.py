@@ -1,4 +1,4 @@
-"""What a trace of whole blocks does not tell: a prompt's last tokens, and the answer.
+"""Completes what a trace of whole blocks does not tell: a prompt's last tokens, and the answer.
 
 Mooncake names the blocks of 512 tokens that a prompt is made of. What a request added to a
 conversation beyond its last full block is seen only in the prompt that goes on from it.

@@ -1,4 +1,4 @@
-"""What the tuner chooses from, and what each candidate finds on a window of requests."""
+"""Candidates of the tuner, and their results on a window of requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_hybrid.extensions.lab.simulation.tiers.tiered_server import TieredSe
 from sglang_hybrid.extensions.lab.simulation.workers import Limits, Work, run_jobs
 
 MARCONI_ALONE = tuple(Spec(HINDSIGHT).candidates())
-"""What the paper chooses from; it starts with the first one, whose alpha is 0: LRU."""
+"""The candidates of the paper; it starts with the first one, whose alpha is 0: LRU."""
 
 CANDIDATES = (
     *(Spec("reuse"), Spec("lru")),
@@ -53,8 +53,8 @@ class TokensFound:
 
 
 def replay(window: RequestWindow, spec: Spec) -> list[Outcome]:
-    """What each request of `window` [n] would have found under `spec`, from an empty cache on. A
-    server without a bound is simulated as one with a bound, with room for everything.
+    """The hit of each request of `window` [n] under `spec`, from an empty cache on. A server
+    without a bound is simulated as one with a bound, with room for everything.
     """
     kv_policy, state_policy = make_policies(spec)
     cost, least = window.cost, window.min_branch_tokens

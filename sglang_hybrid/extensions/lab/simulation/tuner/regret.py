@@ -1,6 +1,4 @@
-"""How many hit tokens each candidate missed against the best one, and when that is reason for a
-switch.
-"""
+"""Regrets of candidates, in hit tokens against the best one, and the condition for a switch."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from sglang_hybrid.core.systems import Spec
 Candidate = TypeVar("Candidate", bound=Hashable)
 
 OLDER = 0.5
-"""What a request counts for beside one of the next search."""
+"""The weight of a request beside one of the next search."""
 
 
 class Regrets(Generic[Candidate]):
@@ -71,7 +69,7 @@ class Regrets(Generic[Candidate]):
 
 
 class Advantages:
-    """How much more a policy found in the server than in a replay of the same requests.
+    """The advantage of a policy in the server over a replay of the same requests.
 
     A replay begins with an empty cache and knows nothing, so that a policy that learns looks worse
     in it than it is. What was seen while a policy was in force says by how much. A policy that

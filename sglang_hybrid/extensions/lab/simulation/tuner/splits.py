@@ -1,4 +1,4 @@
-"""How two pools would better divide their memory: recent requests, replayed on other splits."""
+"""Finds a better division between two pools: recent requests, replayed on other splits."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ CHOICES = {
     "tuned": CANDIDATES,
     "marconi-tuned": MARCONI_ALONE,
 }
-"""What a system chooses from, by its name in a replay; it starts with the first one."""
+"""The candidates of a system, by its name in a replay; it starts with the first one."""
 
 
 class Switching(Simulator):
@@ -57,7 +57,7 @@ class Switching(Simulator):
 
     @property
     def room(self) -> Split | int:
-        """What running requests leave to the cache, as in `Finished.room`."""
+        """The room that running requests leave to the cache, as in `Finished.room`."""
         return self.budget if isinstance(self.budget, Split) else Split(UNBOUNDED, UNBOUNDED)
 
     def _match_history(self, request: Request) -> HistoryMatch | None:
@@ -187,4 +187,4 @@ def build_tuned(
 
 
 SYSTEMS = {name: System(partial(build_tuned, name), ("delay", "window")) for name in CHOICES}
-"""What a replay builds by name (`extensions/lab/systems.py`)."""
+"""The systems that a replay builds by name (`extensions/lab/systems.py`)."""

@@ -1,4 +1,4 @@
-"""What is kept of finished requests."""
+"""Records of finished requests."""
 
 from __future__ import annotations
 

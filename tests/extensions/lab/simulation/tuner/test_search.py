@@ -57,7 +57,7 @@ def test_workers_find_what_a_replay_here_finds(workers: int) -> None:
 
 
 def test_templates_are_for_reuse_and_fashions_for_recency() -> None:
-    """What all other tests of decisions rest on."""
+    """The assumption of all other tests of decisions."""
     shares = []
     for phase in (templates, fashions):
         hits = search(window(phase(100)), FEW, Limits()).hits

@@ -1,4 +1,4 @@
-"""Which split of a memory the tuner's rules prefer for a window of requests."""
+"""The split of a memory that the tuner's rules prefer for a window of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written to a recording, and what a bad file or a full disk does to it."""
+"""The content of a recording, and the effect of a bad file or a full disk on it."""
 
 from __future__ import annotations
 
