@@ -101,7 +101,7 @@ def quality(model: Hybrid, sequences: int) -> None:
     print(f"\nThe smallest seam that loses at most {BOUND} points, and what it loses.\n")
     smallest = Table("reaches back", *(f"answer: {task}" for task in TASKS))
     for reach in REACHES:
-        cells = (_smallest([found[reach, task, n] for n in COUNTS]) for task in TASKS)
+        cells = (smallest_seam([found[reach, task, n] for n in COUNTS]) for task in TASKS)
         smallest.row(reach.name, *cells)
     print()
 
@@ -124,7 +124,7 @@ def _cell(found: Answers, exact: Answers) -> str:
     return f"{100 * found.accuracy:.1f} / {100 * same:.1f} / {moved:.2f}"
 
 
-def _smallest(rows: Sequence[list[Answers]]) -> str:
+def smallest_seam(rows: Sequence[list[Answers]]) -> str:
     """The smallest seam with which no row loses more than `BOUND` points, and what it loses."""
     learnt = min(exact.accuracy for exact, *_ in rows)
     if learnt < LEARNT:
