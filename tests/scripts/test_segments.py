@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from scripts.bench.modular import SEAMS, measure, smallest_seam
 from scripts.train.documents import DOCUMENT, TASKS, WORDS, Task, draw
 from scripts.train.hybrids import Cache, Hybrid, Kind
-from scripts.train.recall import BOTH, NOTHING, STATES, Reach, prefill
+from scripts.train.recall import BOTH, NOTHING, STATES, Answers, Reach, prefill
 from scripts.train.segments import append, composed, encode
 from sglang_hybrid.kernels.composition import Segment
 
@@ -26,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> Hybrid:
 
 @pytest.fixture(scope="module")
 def documents() -> torch.Tensor:
-    asked = draw("one", COUNT, LENGTH, 6, 2, random.Random(0), 2)
+    asked = draw("pair", COUNT, LENGTH, 6, 2, random.Random(0), 2)
     return asked.before.unflatten(1, (COUNT, LENGTH))
 
 
@@ -57,7 +58,7 @@ def test_answers_stand_in_as_many_documents_as_the_task_says(task: Task, count: 
                 if name in text and number != first
             ]
         else:
-            assert len({number for number, _ in told}) == (1 if task == "one" else 2)
+            assert len({number for number, _ in told}) == (2 if task == "later" else 1)
             _, value = told[-1]
         assert value == asked.target[row, place]
 
@@ -113,3 +114,36 @@ def test_planted_errors_in_a_model_are_seen(model: Hybrid, documents: torch.Tens
         torch.testing.assert_close(state(first, second), whole, atol=1e-5, rtol=1e-4)
         for error in ((first, planted), (second, first)):
             assert not torch.allclose(state(*error), whole, atol=1e-4)
+
+
+def test_a_transition_of_a_delta_rule_takes_a_states_bytes(
+    model: Hybrid, documents: torch.Tensor
+) -> None:
+    kept = encode(model, documents[:1, 0], 0).bytes
+    numbers = sum(letter != "*" for letter in model.sizes.pattern) * model.sizes.heads
+    assert kept.states == numbers * 64 * 64 * 4
+    assert kept.transitions == (numbers * 4 if model.layers[0].kind == "mamba2" else kept.states)
+    assert kept.kv == 2 * LENGTH * model.sizes.inner * 4
+
+
+def test_the_smallest_seam_is_one_with_which_no_row_loses_much() -> None:
+    def answers(right: int) -> Answers:
+        scores = torch.eye(2)[[0] * right + [1] * (100 - right)].log_softmax(-1)
+        return Answers(scores, torch.zeros(100, dtype=torch.int64), torch.zeros(100))
+
+    def row(exact: int, *composed: int) -> list[Answers]:
+        return [answers(exact), *(answers(right) for right in composed)]
+
+    assert len(SEAMS) == 4
+    good, late, never = row(97, 96, 97, 97, 97), row(97, 90, 93, 94, 97), row(90, 80, 81, 82, 83)
+    assert smallest_seam([good]) == "0 (-1.0)"
+    assert smallest_seam([good, late]) == "16 (-3.0)"
+    assert smallest_seam([good, never]) == "none (-7.0)"
+    assert smallest_seam([good, row(40, 40, 40, 40, 40)]) == "not learnt (40.0 %)"
+
+
+@pytest.mark.slow
+def test_a_page_has_both_tables_of_a_model_of_documents() -> None:
+    text = measure("mamba2", steps=3, sequences=1)
+    assert text.startswith("### Mamba-2\n")
+    assert text.count("\n|---") == 2
