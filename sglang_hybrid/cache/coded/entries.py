@@ -214,12 +214,12 @@ class CodedEntries:
 
     def adopt(self, node: UnifiedTreeNode, slots: Tensor) -> bool:
         """A request computed the KV of `node` anew, in `slots` [n]: if it is coded, they take its
-        place. Returns whether it was.
+        place. Returns whether it was. The node stays marked, since states that were computed behind
+        what it held may still be there.
         """
         if node.id not in self._edges:
             return False
         self._replace_kv(node, slots.clone())
-        self._cache.tree_core.inexact.discard(node.id)
         return True
 
     def _replace_kv(self, node: UnifiedTreeNode, slots: Tensor) -> None:

@@ -223,6 +223,31 @@ def test_what_resumes_from_coded_entries_after_a_retraction_says_so() -> None:
     server.check()
 
 
+def test_a_state_that_was_computed_behind_a_coded_one_stays_inexact() -> None:
+    """Though all the KV in front of it was computed anew meanwhile, it is the old one."""
+    with coding(Codec.INT8):
+        server = Valued.on(CONFIGS["two pools"], options("reuse"), 16)
+        cache, coded = server.cache, server.cache.parts.coded
+        server.serve(range(40), [1, 2, 3])
+        records = cache.shadow_tree.tree
+        while any(node.has_state and not node.coded_state for node in records.walk()):
+            cache.evict(EvictParams(num_tokens=0, mamba_num=1))
+        prompt = [*range(40), 1, 2, 7, 8, 9]
+        server.serve(prompt, [4, 5, 6])
+        assert coded.decoded["states"]
+        while coded.as_dict()["now"]["kv"] < len(prompt):
+            cache.evict(EvictParams(num_tokens=1))
+        prompt += [4, 5, 11]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(coded, "decode", lambda _: False)  # as if there were no room
+            server.serve(prompt, [12, 13])
+        req = server.arrive([*prompt[:45], 14, 15])  # where the second prompt ended
+        assert server.admit(req)
+        assert req.prefix_len > 42
+        server.complete(req, [15])
+    assert cache.lookups.report(req).exact is False
+
+
 def test_prompts_that_ask_for_exactness_are_never_coded() -> None:
     with coding(Codec.INT8):
         server = Valued.on(CONFIGS["two pools"], options("reuse"), 16)

@@ -316,7 +316,6 @@ class ServerSimulator(Simulator):
             for node in reversed(list(way_to(deepest))):
                 if node.coded_kv:
                     self.memory.code_kv(node, False)
-                    node.inexact = False
 
     def _on_publish(self, running: Running) -> None:
         """The way to what `running` holds has new nodes: for caches that note them."""
