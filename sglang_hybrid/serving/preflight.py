@@ -6,7 +6,7 @@ import importlib.util
 import math
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sglang_hybrid.core.costs.cost import ENDLESS
@@ -88,7 +88,7 @@ def check(flags: argparse.Namespace) -> None:
         tokenizer=flags.tokenizer_path is None and not flags.skip_tokenizer_init,
     )
     ranks = 1 if flags.enable_dp_attention else flags.tp_size
-    check_ranks(flags.model_path, ranks, pads_attention=is_ours())
+    check_ranks(flags.model_path, ranks, is_ours)
 
 
 def check_port(host: str, port: int) -> None:
@@ -228,9 +228,12 @@ def check_host_room(given: str, asked: float, free: float) -> None:
         )
 
 
-def check_ranks(model_path: str, ranks: int, *, pads_attention: bool) -> None:
+def check_ranks(model_path: str, ranks: int, pads_attention: Callable[[], bool]) -> None:
     """Raise `StartupError` if so many ranks (`--tp-size`) cannot share the heads of the model's
-    recurrent layers, or those of its attention, which SGLang pads on a CPU only.
+    recurrent layers, or those of its attention.
+
+    pads_attention: says if SGLang pads the latter, as on a CPU; asked only where it matters, since
+    it imports torch.
     """
     directory = Path(model_path).expanduser()
     if ranks == 1 or not directory.is_dir():
@@ -241,7 +244,11 @@ def check_ranks(model_path: str, ranks: int, *, pads_attention: bool) -> None:
     names = (*RECURRENT_HEADS, "num_heads") if "state_size" in config else RECURRENT_HEADS
     heads = [config[name] for name in names if isinstance(config.get(name), int)]
     recurrent, attention = math.gcd(*heads), config.get("num_attention_heads")
-    if pads_attention or not recurrent or not isinstance(attention, int):
+    if not recurrent or not isinstance(attention, int):
+        attention = 0
+    if recurrent % ranks == attention % ranks == 0:
+        return
+    if pads_attention():
         attention = 0
     for shared, layers in ((recurrent, "recurrent layers"), (attention, "attention")):
         if shared % ranks:

@@ -362,25 +362,25 @@ def test_ranks_that_cannot_share_the_heads_of_recurrent_layers(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(heads))
     for ranks in (1, 2, 8):
-        check_ranks(str(tmp_path), ranks, pads_attention=False)
+        check_ranks(str(tmp_path), ranks, lambda: False)
     with pytest.raises(StartupError, match=r"^--tp-size 3 cannot share the 8 heads .* 1, 2, 4, 8"):
-        check_ranks(str(tmp_path), 3, pads_attention=True)
+        check_ranks(str(tmp_path), 3, lambda: True)
 
 
 def test_ranks_that_cannot_share_the_heads_of_attention(tmp_path: Path) -> None:
     """SGLang's models assert it on a GPU; on a CPU it pads them."""
     config = {"mamba_n_heads": 24, "num_attention_heads": 12}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    check_ranks(str(tmp_path), 8, pads_attention=True)
-    check_ranks(str(tmp_path), 4, pads_attention=False)
+    check_ranks(str(tmp_path), 8, lambda: True)
+    check_ranks(str(tmp_path), 4, lambda: False)
     with pytest.raises(StartupError, match=r"share the 12 heads .* attention; give 1, 2, 3, 4, 6,"):
-        check_ranks(str(tmp_path), 8, pads_attention=False)
+        check_ranks(str(tmp_path), 8, lambda: False)
 
 
 def test_ranks_of_a_model_without_recurrent_layers_or_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_heads": 4}))
-    check_ranks(str(tmp_path), 3, pads_attention=False)
-    check_ranks("someone/some-model", 3, pads_attention=False)
+    check_ranks(str(tmp_path), 3, lambda: False)
+    check_ranks("someone/some-model", 3, lambda: False)
 
 
 @pytest.mark.usefixtures("mirror")
