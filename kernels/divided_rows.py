@@ -108,6 +108,23 @@ class DividedRows:
         return count, self._layers, triton.cdiv(self._rows, self._tile)
 
 
+@triton.jit
+def tile_of_rows(rows, WIDTH: tl.constexpr, TILE_WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """The rows of this program's tile, the places of their numbers in a slot, and a mask of those
+    that there are.
+    """
+    row = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.arange(0, TILE_WIDTH)
+    inside = (row[:, None] < rows) & (column[None, :] < WIDTH)
+    return row, row[:, None] * WIDTH + column[None, :], inside
+
+
+@triton.jit
+def scales_of_part(scales, part, rows):
+    """The scales of a part; `part` counts those of all slots of all layers."""
+    return scales.to(tl.pointer_type(tl.float32)) + part * rows
+
+
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ANYWHERE)
 def encode_rows(
     addresses,
@@ -132,10 +149,7 @@ def encode_rows(
     belong. Grid: slots, layers, tiles of rows.
     """
     i, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = tl.arange(0, TILE_WIDTH)
-    inside = (row[:, None] < rows) & (column[None, :] < WIDTH)
-    at = row[:, None] * WIDTH + column[None, :]
+    row, at, inside = tile_of_rows(rows, WIDTH, TILE_WIDTH, TILE_ROWS)
     source = tl.load(addresses + layer).to(tl.pointer_type(NUMBER))
     source = tl.multiple_of(source, ALIGNED) + tl.load(slots + i) * stride
     target = staged.to(tl.pointer_type(SMALL)) + (layer * tl.num_programs(0) + i) * rows * WIDTH
@@ -152,8 +166,7 @@ def encode_rows(
         whole = (steps + 12582912.0) - 12582912.0
         tl.store(target + at, whole.to(SMALL), mask=inside)
         place, part = tl.load(places + i), tl.load(parts + i)
-        kept = scales.to(tl.pointer_type(tl.float32))
-        kept += ((layer * pool_slots + place) * parts_of_slot + part) * rows
+        kept = scales_of_part(scales, (layer * pool_slots + place) * parts_of_slot + part, rows)
         tl.store(kept + row, scale, mask=row < rows)
     else:
         tl.store(target + at, numbers.to(SMALL), mask=inside)
@@ -204,18 +217,14 @@ def decode_rows(
 ):
     """Parts into slots. Grid: slots, layers, tiles of rows."""
     i, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = tl.arange(0, TILE_WIDTH)
-    inside = (row[:, None] < rows) & (column[None, :] < WIDTH)
-    at = row[:, None] * WIDTH + column[None, :]
+    row, at, inside = tile_of_rows(rows, WIDTH, TILE_WIDTH, TILE_ROWS)
     place, part = tl.load(places + i), tl.load(parts + i)
     pool = tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(NUMBER)), ALIGNED)
     source = (pool + place * stride).to(tl.pointer_type(tl.int8)) + part * size
     numbers = tl.load(source.to(tl.pointer_type(SMALL)) + at, mask=inside, other=0)
     numbers = numbers.to(tl.float32)
     if SCALED:
-        kept = scales.to(tl.pointer_type(tl.float32))
-        kept += ((layer * pool_slots + place) * parts_of_slot + part) * rows
+        kept = scales_of_part(scales, (layer * pool_slots + place) * parts_of_slot + part, rows)
         scale = tl.load(kept + row, mask=row < rows, other=0)
         numbers *= scale[:, None]
     tl.store(pool + tl.load(slots + i) * stride + at, numbers.to(NUMBER), mask=inside)

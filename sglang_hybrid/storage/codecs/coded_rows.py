@@ -113,14 +113,16 @@ class CodedRows:
 
 _chosen = CodecPlan()
 _on_device = CodecPlan()
+_keeps_exact = True
 
 
 def use(plan: CodecPlan, on_device: CodecPlan = _on_device) -> None:
     """Choose the codecs of the host pools that this process builds from now on, and those of
     entries which the device keeps coded.
     """
-    global _chosen, _on_device
+    global _chosen, _on_device, _keeps_exact
     _chosen, _on_device = plan, on_device
+    _keeps_exact = plan.exact and on_device.exact
 
 
 def chosen() -> CodecPlan:
@@ -137,4 +139,4 @@ def on_device() -> CodecPlan:
 
 def keeps_exact() -> bool:
     """True if all that this process keeps, anywhere, is what was computed."""
-    return _chosen.exact and _on_device.exact
+    return _keeps_exact

@@ -221,8 +221,8 @@ class ServerSimulator(Simulator):
         return hit
 
     def _decode(self, hit: Node) -> bool:
-        """Decode what a request that resumes from `hit` reads, if there is room; whether it was.
-        Its state is decoded into the request's own slot.
+        """Decode the KV that a request reads which resumes from `hit`. False if there is no room
+        for it. The state is decoded into the request's own slot.
         """
         path = [node for node in way_to(hit) if node.coded_kv]
         hit.inexact |= hit.coded_state
