@@ -46,6 +46,18 @@ def copy_changed(folder: Path, texts: Mapping[str, str], *, only: set[str] | Non
     return folder
 
 
+def commented(text: str) -> str:
+    """A module with comments in front of it, behind it, and behind many of its lines."""
+    lines = []
+    for line in text.split("\n"):
+        if line.lstrip().startswith(("def ", "class ", "async def ", "from sglang", "self.")):
+            is_whole = line.endswith((")", ":", "]")) and '"' not in line and "#" not in line
+            lines.append(line + "  # Changed." if is_whole else line)
+        else:
+            lines.append(line)
+    return "\n".join(["# Changed.", *lines, "# Changed.", ""])
+
+
 def with_another_body(hook: Hook, texts: Mapping[str, str]) -> tuple[str, str]:
     """The file of a hooked function, by its path, with a statement more in that function. texts: of
     files that were changed before.

@@ -21,6 +21,7 @@ from sglang_hybrid.hooks.table import HOOKS
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import CodecChoice, FullHit, Memory, Ui
 from tests.hooks.changed import (
+    commented,
     copy_changed,
     everything_changed,
     installed,
@@ -52,18 +53,6 @@ def test_with_any_comment_changed_nothing_is_lacking(path: str) -> None:
     for hook in HOOKS:
         if path in paths_of(hook.module):
             check(hook.target, sources.source(hook.target), HASHES, hook.needed_for)
-
-
-def commented(text: str) -> str:
-    """A module with comments in front of it, behind it, and behind many of its lines."""
-    lines = []
-    for line in text.split("\n"):
-        if line.lstrip().startswith(("def ", "class ", "async def ", "from sglang", "self.")):
-            is_whole = line.endswith((")", ":", "]")) and '"' not in line and "#" not in line
-            lines.append(line + "  # Changed." if is_whole else line)
-        else:
-            lines.append(line)
-    return "\n".join(["# Changed.", *lines, "# Changed.", ""])
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.name}-{hook.ours.__name__}")
