@@ -149,8 +149,9 @@ class CodedEntries:
     # Decoding.
 
     def decode(self, node: UnifiedTreeNode) -> bool:
-        """Decode the KV that a request reads which resumes from `node`. False, and nothing has
-        changed but what was evicted, if there is no room for it.
+        """Decode the KV that a request reads which resumes from `node`: node after node from above,
+        so that each takes the slots that the ones before gave back. False if there is no room for
+        one of them; those above stay decoded.
         """
         path = self._path(node)
         if not path:
@@ -158,14 +159,11 @@ class CodedEntries:
         cache = self._cache
         lock = cache.inc_lock_ref(node.id)
         try:
-            tokens = sum(self._edges[each.id].tokens for each in path)
-            slots = self._take_kv(tokens)
-            if slots is None:
-                return False
             for each in path:
-                count = self._edges[each.id].tokens
-                self._decode_kv(each, slots[:count])
-                slots = slots[count:]
+                slots = self._take_kv(self._edges[each.id].tokens)
+                if slots is None:
+                    return False
+                self._decode_kv(each, slots)
         finally:
             cache.dec_lock_ref(node.id, lock.to_dec_params())
         return True
@@ -180,8 +178,6 @@ class CodedEntries:
 
     def _take_kv(self, tokens: int) -> Tensor | None:
         allocator, page = self._cache.token_to_kv_pool_allocator, self._page
-        if not tokens:
-            return torch.empty(0, dtype=torch.int64)
         short = tokens - allocator.available_size()
         if short > 0:
             self._cache.evict_for_alloc(EvictParams(num_tokens=-(-short // page) * page))

@@ -184,6 +184,27 @@ def test_what_a_request_computes_anew_is_exact_again() -> None:
     server.check()
 
 
+def test_a_hit_needs_room_for_one_edge_after_the_other() -> None:
+    """What an edge gives back when it is decoded is there for the edge below it."""
+    with coding(Codec.INT8):
+        server = Valued.on(CONFIGS["two pools"], options("reuse"), 16)
+    cache, coded = server.cache, server.cache.parts.coded
+    chat: list[int] = []
+    for turn in range(4):
+        chat += [turn] * 36
+        server.serve(chat, [9, 9])
+        chat += [9]
+    stored = sum(node.tokens for node in cache.shadow_tree.tree.walk())
+    while coded.as_dict()["now"]["kv"] < stored:
+        cache.evict(EvictParams(num_tokens=1, mamba_num=1))
+    free = server.allocator.available_size()
+    held = server.allocator.alloc(free - stored * 3 // 4)
+    req = server.arrive([*chat, 7])
+    assert server.look_up(req) == stored
+    assert not coded.as_dict()["now"]["kv"]
+    server.allocator.free(held)
+
+
 def test_a_miss_copies_no_state() -> None:
     """A request found a state to copy, and then has no room to decode what it needs: it begins
     anew, without that state and without the slot for it.

@@ -221,8 +221,9 @@ class ServerSimulator(Simulator):
         return hit
 
     def _decode(self, hit: Node) -> bool:
-        """Decode the KV that a request reads which resumes from `hit`. False if there is no room
-        for it. The state is decoded into the request's own slot.
+        """Decode the KV that a request reads which resumes from `hit`, node after node, so that
+        each takes the room that the ones above gave back. False if there is no room for one of
+        them. The state is decoded into the request's own slot.
         """
         path = [node for node in way_to(hit) if node.coded_kv]
         hit.inexact |= hit.coded_state
@@ -232,15 +233,15 @@ class ServerSimulator(Simulator):
         states = {node: node.state_locked for node in held}
         for node in held:
             self.tree.lock(node, kv=True, state=states[node] or node is hit)
-        fits = self._make_room_to_decode(sum(node.tokens for node in path))
+        fits = True
+        for node in reversed(path):
+            fits = fits and self._make_room_to_decode(node.tokens)
+            if fits:
+                self.memory.code_kv(node, False)
+                node.inexact = True
         for node in held:
             self.tree.lock(node, kv=False, state=states[node])
-        if not fits:
-            return False
-        for node in reversed(path):
-            self.memory.code_kv(node, False)
-            node.inexact = True
-        return True
+        return fits
 
     def _make_room_to_decode(self, tokens: int) -> bool:
         memory = self.memory
