@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # The tests marked slow: further architectures and state strategies on real servers, SGLang's own
 # server kits, deep replays. Two processes; a file's tests stay in one. Arguments go to pytest.
+# It ends with a table of what it showed (tests/evidence.py).
 #
+#   scripts/test_slow.sh --everything           also what tests/left_out.toml leaves out
+#   scripts/test_slow.sh --evidence FILE        the table as a page
+#   scripts/test_slow.sh --hypothesis-seed N    the random cases of an earlier run
 #   scripts/test_slow.sh clients     clients of other projects alone, in .venv-clients, which this
 #                                    makes (2.6 GB, and 1.3 GB with npm); without it their tests
 #                                    are skipped
@@ -35,4 +39,4 @@ fi
 export OMP_WAIT_POLICY=PASSIVE # servers and their tests share the cores
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same files
 exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-    --max-worker-restart=0 -m slow "$@"
+    --max-worker-restart=0 -m slow -p tests.evidence --hypothesis-seed "$(date +%s)" "$@"

@@ -1,6 +1,7 @@
 """Tiny models, built once per run, servers of them, one that several modules ask, and the marks."""
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,17 @@ def serve(model_directory: Callable[[str], Path]) -> Serve:
         return ServerProcess(["--model-path", str(model_directory(of)), *flags], **more)
 
     return make
+
+
+@pytest.fixture
+def seed(record_property: Callable[[str, object], None]) -> int:
+    """Of random traffic: another one in each run, printed where the test fails and named in the
+    table of what the slow tests showed.
+    """
+    drawn = random.randrange(2**32)
+    print(f"seed {drawn}")
+    record_property("seed", drawn)
+    return drawn
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,10 +40,8 @@ LIMIT = 15
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_bad_minutes(
-    model_directory: Callable[[str], Path], serve: Serve, tmp_path: Path
+    model_directory: Callable[[str], Path], serve: Serve, seed: int, tmp_path: Path
 ) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     model, recording = model_directory(DEFAULT_ARCHITECTURE), tmp_path / "trace.jsonl"
     write_earlier(recording)
     flags = ["--max-mamba-cache-size", str(SLOTS), *FLAGS, *PRIORITIES]

@@ -46,9 +46,7 @@ COUNTS = ("requests", "prompt_tokens", "hit_tokens", "kv_only_tokens")
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_a_crowd(configuration: str, serve: Serve, tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+def test_a_crowd(configuration: str, serve: Serve, seed: int, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     flags = (*FLAGS, *CONFIGURATIONS[configuration], "--hybrid-disk-folder", str(disk))
     started = partial(serve, *flags, module="tests.server.checked", environment=WITHOUT_RETRACTIONS)
@@ -79,10 +77,8 @@ CODED_FLAGS = (
 )
 
 
-def test_a_crowd_on_coded_entries(serve: Serve) -> None:
+def test_a_crowd_on_coded_entries(serve: Serve, seed: int) -> None:
     """All that a crowd does, and the end in its middle, where entries are coded on the device."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     environment = WITHOUT_RETRACTIONS
     with serve(*CODED_FLAGS, module="tests.server.checked", environment=environment) as server:
         crowd = Crowd(server.url, seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -146,11 +145,9 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_nothing_is_lost_or_wrong(
-    configuration: str, serve: Serve, request: pytest.FixtureRequest
+    configuration: str, serve: Serve, seed: int, request: pytest.FixtureRequest
 ) -> None:
     chosen = CONFIGURATIONS[configuration]
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     flags = ("--max-mamba-cache-size", str(chosen.slots), *FLAGS, *chosen.flags)
     how = {"module": chosen.module, "environment": CHECKED}
     if chosen.headed:
