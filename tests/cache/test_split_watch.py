@@ -15,6 +15,7 @@ from sglang_hybrid.cache.split_watch import FIRST, SplitWatch
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.extensions.disk.tier_folder import TIER, make_tier, tier_lock
+from sglang_hybrid.extensions.lab.simulation.tuner.splits import SplitsFound
 from sglang_hybrid.serving.advice import ServerSetup
 from tests.extensions.lab.simulation.tuner.traffic import COST, conversations, window
 from tests.serving.test_advice import DEFAULT
@@ -110,6 +111,25 @@ def test_a_split_that_is_good_is_not_told(path: Path) -> None:
     assert not path.exists()
 
 
+def test_what_an_earlier_search_told_is_taken_back(path: Path) -> None:
+    """The next server has the split that this one has, where the last search found no other."""
+    server = watch(FEW_SLOTS)[1]
+    made = replace(window(conversations(80)), budget=FEW_SLOTS)
+    found = [SplitsFound(GOOD, 30, 20, 30, 100), SplitsFound(FEW_SLOTS, 20, 20, 20, 100)]
+    it = SplitWatch(
+        *(server, lambda: lambda: made, lambda: Spec("reuse"), path),
+        lambda *_: found.pop(0),
+    )
+    feed(it, FIRST)
+    told = read_split(path)
+    assert told is not None and (told.hits, told.hits_now) == (0.3, 0.2)
+    feed(it, FIRST)
+    told = read_split(path)
+    assert told is not None and told.hits == told.hits_now == 0.2
+    states = server.slots * server.state_bytes
+    assert told.states_to_kv == pytest.approx(states / (server.bytes - states))
+
+
 def test_nothing_is_compared_before_something_was_evicted_or_requests_are_few() -> None:
     it, _ = watch(FEW_SLOTS)
     feed(it, FIRST - 1)
@@ -119,7 +139,7 @@ def test_nothing_is_compared_before_something_was_evicted_or_requests_are_few() 
     assert it.advice != ""
 
 
-def test_each_search_doubles_the_time_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[object] = []
     ended = []
     it, _ = watch(FEW_SLOTS)
@@ -129,7 +149,7 @@ def test_each_search_doubles_the_time_to_the_next(monkeypatch: pytest.MonkeyPatc
         feed(it, 1)
         if len(searches) > before:
             ended.append(number)
-    assert ended == [FIRST, 2 * FIRST, 4 * FIRST]
+    assert ended == [128, 192, 288, 432]
 
 
 def test_what_is_good_gets_no_advice() -> None:
