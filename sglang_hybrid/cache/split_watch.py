@@ -138,7 +138,7 @@ class SplitWatch:
 
     def _learnt(self, found: SplitsFound, room: Split, counted: int) -> LearntSplit:
         it = self._setup
-        for_states = self._slots(found, room) * it.state_bytes
+        for_states = (self._slots(found, room) + 0.5) * it.state_bytes  # a start rounds down
         hits, hits_now = (each / found.tokens for each in (found.hits, found.hits_now))
         return LearntSplit(for_states / (it.bytes - for_states), hits, hits_now, counted)
 

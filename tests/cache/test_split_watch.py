@@ -95,10 +95,10 @@ def test_the_next_server_is_told(path: Path) -> None:
     feed(it, FIRST)
     learnt = read_split(path)
     assert learnt is not None
+    memory = Split.of(server.bytes, COST, round(learnt.states_to_kv, 3))
     slots, tokens = sizes(it.advice)
-    assert learnt.states_to_kv == pytest.approx(
-        slots * server.state_bytes / (tokens * server.kv_bytes), rel=1e-3
-    )
+    assert memory.slots == slots, "a ratio in three digits gives all of them"
+    assert memory.kv_tokens == pytest.approx(tokens, abs=COST.state_bytes / server.kv_bytes)
     assert f"{100 * learnt.hits:.1f} % would be hit instead of {100 * learnt.hits_now:.1f} %" in (
         it.advice
     )
@@ -126,8 +126,7 @@ def test_what_an_earlier_search_told_is_taken_back(path: Path) -> None:
     feed(it, FIRST)
     told = read_split(path)
     assert told is not None and told.hits == told.hits_now == 0.2
-    states = server.slots * server.state_bytes
-    assert told.states_to_kv == pytest.approx(states / (server.bytes - states))
+    assert Split.of(server.bytes, COST, round(told.states_to_kv, 3)).slots == server.slots
 
 
 def test_nothing_is_compared_before_something_was_evicted_or_requests_are_few() -> None:
