@@ -21,7 +21,7 @@ from sglang_hybrid.serving.gpu_verdict import FILE, Row, Verdict
 from tests.rehearsal.machine import MACHINES
 from tests.rehearsal.start import Start
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1_200), pytest.mark.slow]
 
 MODEL = "Nemotron-H-8B"
 HERE = MACHINES["H100"].name
@@ -86,7 +86,7 @@ def test_the_check_decides(tmp_path: Path) -> None:
         env=os.environ | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1_100,
     )
     assert done.returncode == 0, done.stderr[-3_000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("start ")]
