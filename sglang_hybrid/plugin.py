@@ -149,6 +149,23 @@ def _settle_states() -> None:
         previous(server_args)
         take_one_memory(server_args)
 
+    @register_resolution_hook("handle_platform_defaults")
+    def handle_platform_defaults(
+        server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
+    ) -> None:
+        from sglang_hybrid.cache.default_memory import choose_memory
+
+        previous(server_args)
+        choose_memory(server_args)
+
+    @register_resolution_hook("handle_page_major_kv_layout")
+    def handle_page_major_kv_layout(
+        server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
+    ) -> None:
+        from sglang_hybrid.cache.default_memory import keep_where_sglang_can
+
+        keep_where_sglang_can(server_args, previous)
+
     @register_resolution_hook("handle_mamba_backend")
     def handle_mamba_backend(
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]

@@ -31,6 +31,7 @@ COMMANDS = {
     "ab": "ab",
     "admission": "admission",
     "policies": "policies",
+    "pools": "pools",
     "rounds": "rounds",
     "cold": "cold",
     "coded": "coded",
@@ -44,7 +45,7 @@ COMMANDS = {
     "server": "server",
     "results": "results",
 }
-"""Modules by subcommand: fourteen benchmarks, and the pages that they make."""
+"""Modules by subcommand: fifteen benchmarks, and the pages that they make."""
 
 positive = whole(1)
 """Reads a number of 1 or more, for an option."""

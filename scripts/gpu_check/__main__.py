@@ -14,6 +14,7 @@ from pathlib import Path
 from scripts.gpu_check.findings import Finding
 from scripts.gpu_check.stand_ins import environment_with
 from scripts.gpu_check.steps import Step, new_logs, run_all, table
+from scripts.gpu_check.verdict import decide
 
 MINUTES = 8.8
 """For all steps together; the rest of nine minutes is for the start of this process."""
@@ -93,6 +94,25 @@ def steps_on_a_gpu() -> list[Step]:
     return found
 
 
+def steps_of_one_memory(*, gpu: bool) -> list[Step]:
+    """What one memory may be the default after; without a GPU, by SGLang's own flag on the CPU."""
+    stand_ins = () if complete() or not gpu else ("--stand-ins",)
+    path = environment_with(stand_ins=bool(stand_ins))
+    own = ("--hybrid-memory", "one") if gpu else ("--enable-unified-memory",)
+    device = () if gpu else ("--cpu",)
+
+    def served(name: str, *options: str) -> list[str]:
+        return module("models", name, *options, *device, *stand_ins, "--", *own)
+
+    exact = () if not gpu else ("--float32",)
+    return [
+        Step("hits", served("nemotron-h", *exact), 240, together=True),
+        Step("moves behind copies", served("nemotron-h", *exact, "--tiers"), 240, together=True),
+        Step("CUDA graphs", served("qwen3.5"), 240, together=True),
+        Step("decode steps", module("decode_steps", *device, *stand_ins), 320, path),
+    ]
+
+
 def steps_in_rehearsal() -> list[Step]:
     """The same without a GPU: kernels in Triton's interpreter, a server on the CPU."""
     return [
@@ -125,6 +145,9 @@ def environment(name: str | None) -> list[Finding]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU")
+    parser.add_argument(
+        "--one-memory", action="store_true", help="whether KV and states may share it by default"
+    )
     parser.add_argument("--only", nargs="+", metavar="STEP", help="some of the steps")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="default: %(default)s")
     options = parser.parse_args(arguments)
@@ -137,6 +160,8 @@ def main(arguments: Sequence[str]) -> int:
         )
         return UNCHECKED
     steps = steps_in_rehearsal() if options.rehearse else steps_on_a_gpu()
+    if options.one_memory:
+        steps = steps_of_one_memory(gpu=not options.rehearse)
     unknown = {*(options.only or ())} - {step.name for step in steps}
     if unknown:
         known = "; ".join(step.name for step in steps)
@@ -148,6 +173,9 @@ def main(arguments: Sequence[str]) -> int:
     found = {"environment": environment(None if options.rehearse else name)}
     found |= run_all(steps, options.minutes * 60, logs)
     print(table(found))
+    if options.one_memory and not options.only:
+        of_steps = {step.name: found[step.name] for step in steps}
+        print(f"\n{decide(of_steps, None if options.rehearse else name, not complete())}")
     wrong = sum(finding.ok is False for findings in found.values() for finding in findings)
     print(f"\n{wrong} of {sum(map(len, found.values()))} findings are wrong." if wrong else "\nok")
     return 1 if wrong else 0

@@ -234,11 +234,23 @@ def check_tiers(url: str, close: float) -> None:
     )
 
 
+def check_moves(url: str, *, needed: bool) -> None:
+    """Report how often rows of SGLang's unified pool were moved. needed: for what was checked."""
+    memory = server_info(url)["internal_states"][0]["hybrid_cache"]["memory"]
+    moves = int(memory["moves"])
+    tell("rows that moved", f"{moves:,} times", moves > 0 if needed else None)
+
+
+def server_info(url: str) -> dict[str, Any]:
+    found: dict[str, Any] = requests.get(url + "/server_info", timeout=30).json()
+    return found
+
+
 def check_choices(name: str, server: ServerProcess, *, gpu: bool) -> int:
     """Report how states are kept, what computes, and whether prefills are split; returns the size
     of a page in tokens.
     """
-    info = requests.get(server.url + "/server_info", timeout=30).json()
+    info = server_info(server.url)
     log = server.log.read_text(errors="replace")
     overlap = not info["disable_overlap_schedule"]
     strategy, page = info["mamba_radix_cache_strategy"], int(info["page_size"])
@@ -306,6 +318,8 @@ def main() -> int:
                     for hit in hits(server.url, model):
                         check_hit(server.url, hit, close, page)
                     check_at_once(server.url, close)
+                if server_info(server.url)["enable_unified_memory"]:
+                    check_moves(server.url, needed=options.tiers)
         except ServerFailed as error:
             tell("start", " ".join(str(error).split())[-400:], False)
     return 0

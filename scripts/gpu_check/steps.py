@@ -19,6 +19,8 @@ from scripts.gpu_check.findings import Finding, told
 GRACE = 8.0
 """Seconds that a step has to end its servers when its time is over."""
 
+NOT_RUN = Finding("time", "none was left; not run", False)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -45,7 +47,7 @@ def run_all(steps: Sequence[Step], seconds: float, logs: Path) -> dict[str, list
     def timed(step: Step) -> list[Finding]:
         left = end - time.monotonic() - GRACE
         if left <= 0:
-            return [Finding("time", "none was left; not run", False)]
+            return [NOT_RUN]
         most = min(left, step.seconds)
         print(f"{step.name} (at most {most:.0f} s) ...", flush=True)
         begin = time.monotonic()

@@ -42,6 +42,7 @@ SGLANGS = "_mamba_radix_cache_resolution"
 (arg_groups/overrides.py:453).
 """
 
+THIS_MODEL = "this model"
 QWEN4 = "Qwen4ExpForConditionalGeneration"
 JET_NEMOTRON = {"JetNemotronForCausalLM", "JetVLMForConditionalGeneration"}
 
@@ -101,7 +102,7 @@ def _prefixes_of_minicpm(server_args: ServerArgs) -> None:
     view = resolving_view(server_args)
     if view.radix_cache_backend != BACKEND or server_args.disable_radix_cache:
         return
-    declared = _declared_by(server_args, "disable_radix_cache")
+    declared = declared_by(server_args, "disable_radix_cache")
     config = model_config_of(server_args).hf_config
     if declared != {OF_MINICPM} or not config.has_lightning_layers:
         return
@@ -125,22 +126,32 @@ def check_unified_memory(server_args: ServerArgs) -> None:
     view = resolving_view(server_args)
     if not view.enable_unified_memory or view.radix_cache_backend != BACKEND:
         return
-    flag, why = why_not_unified(view)
-    text = model_config_of(server_args).hf_text_config
-    if _is_pure(server_args):
-        flag, why = "this model", "it has no KV"
-    elif JET_NEMOTRON & _architectures(server_args):
-        flag, why = "this model", "SGLang's scan of its layers writes states to a copy of the pool"
-    elif _has_windows_beside_states(server_args):
-        flag, why = "this model", "KV of its sliding windows would be a third kind"
-    elif getattr(text, "kv_lora_rank", None) and not getattr(text, "qk_rope_head_dim", None):
-        flag, why = "this model", "its latent keys have no positions, for which the pool has room"
+    flag, why = why_not_in_unified_pool(server_args)
     if flag:
-        other = "" if flag == "this model" else f"leave out {flag}, or "
+        other = "" if flag == THIS_MODEL else f"leave out {flag}, or "
         raise ValueError(
             f"KV and states cannot share SGLang's unified pool with {flag}: {why}; {other}use "
             "--hybrid-memory split."
         )
+
+
+def why_not_in_unified_pool(server_args: ServerArgs) -> tuple[str, str]:
+    """The flag, or `THIS_MODEL`, with which our cache does not serve SGLang's unified pool, and
+    why; two empty texts if there is none.
+    """
+    flag, why = why_not_unified(resolving_view(server_args))
+    text = model_config_of(server_args).hf_text_config
+    if _is_pure(server_args):
+        return THIS_MODEL, "it has no KV"
+    if JET_NEMOTRON & _architectures(server_args):
+        return THIS_MODEL, "SGLang's scan of its layers writes states to a copy of the pool"
+    if _has_windows_beside_states(server_args):
+        return THIS_MODEL, "KV of its sliding windows would be a third kind"
+    if QWEN4 in _architectures(server_args):
+        return THIS_MODEL, "SGLang does not serve it there yet"
+    if getattr(text, "kv_lora_rank", None) and not getattr(text, "qk_rope_head_dim", None):
+        return THIS_MODEL, "its latent keys have no positions, for which the pool has room"
+    return flag, why
 
 
 def check_device_codec(server_args: ServerArgs) -> None:
@@ -275,7 +286,7 @@ def _one_slot_for_a_running_request(server_args: ServerArgs) -> None:
     attention brings pages, another one is taken for them.
     """
     view = resolving_view(server_args)
-    by_sglang = _declared_by(server_args, "mamba_radix_cache_strategy") == {SGLANGS}
+    by_sglang = declared_by(server_args, "mamba_radix_cache_strategy") == {SGLANGS}
     of_a_phase = _asked(server_args, "prefill_attention_backend", "decode_attention_backend")
     one_buffer = by_sglang and view.mamba_radix_cache_strategy == "no_buffer"
     if one_buffer and not view.disable_radix_cache and not of_a_phase:
@@ -284,7 +295,7 @@ def _one_slot_for_a_running_request(server_args: ServerArgs) -> None:
     if not by_sglang or not one_slot_per_request(view):
         return
     declared: dict[str, Any] = {"mamba_radix_cache_strategy": "no_buffer"}
-    stopped = _declared_by(server_args, "disable_overlap_schedule") == {SGLANGS}
+    stopped = declared_by(server_args, "disable_overlap_schedule") == {SGLANGS}
     if stopped and not server_args.disable_overlap_schedule:
         declared["disable_overlap_schedule"] = False
     declare_resolution(server_args, OURS, **declared)
@@ -366,12 +377,15 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
     path = None if view.max_mamba_cache_size is not None else split_path(server_args)
     learnt = path and read_split(path)
     if learnt:
+        hits, hits_now = 100 * learnt.hits, 100 * learnt.hits_now
+        found = f"{hits:.1f} % would have been hit instead of {hits_now:.1f} %"
+        if learnt.hits <= learnt.hits_now:
+            found = f"{hits_now:.1f} % would have been hit, and no more with other splits"
         logger.info(
             "sglang_hybrid: memory is divided as the traffic of the last server asked for: "
             "--mamba-full-memory-ratio %s, by default %s; of the prompts of its last %s requests "
-            "%.1f %% would have been hit instead of %.1f %%.",
-            *(f"{learnt.states_to_kv:.3f}", ratio, f"{learnt.requests:,}"),
-            *(100 * learnt.hits, 100 * learnt.hits_now),
+            "%s.",
+            *(f"{learnt.states_to_kv:.3f}", ratio, f"{learnt.requests:,}", found),
         )
         ratio = round(learnt.states_to_kv, 3)
     declare_resolution(server_args, OURS, mamba_full_memory_ratio=ratio)
@@ -423,7 +437,7 @@ def warm_up_with_hits(server_args: ServerArgs) -> None:
     declare_resolution(server_args, OURS, warmups=",".join(names))
 
 
-def _declared_by(server_args: ServerArgs, field: str) -> set[str]:
+def declared_by(server_args: ServerArgs, field: str) -> set[str]:
     """The names under which a value for a field was declared so far."""
     return {source for source, fields in server_args._resolved_overrides if field in fields}
 

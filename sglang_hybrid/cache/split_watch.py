@@ -21,10 +21,12 @@ from sglang_hybrid.serving.advice import ServerSetup
 if TYPE_CHECKING:
     from sglang_hybrid.extensions.lab.simulation.tuner.splits import SplitsFound
 
+    Compare = Callable[[RequestWindow, Spec, Split], SplitsFound]
+
 logger = logging.getLogger(__name__)
 
-FIRST = 128
-"""Requests before the first search; each search doubles the requests until the next one."""
+FIRST, NEXT = 128, 1.5
+"""Requests before the first search, and how many times as many there are at the next one."""
 
 ONE_MEMORY_POINTS = 1.0
 """Percentage points by which one memory must hit more than the best split to be named."""
@@ -39,6 +41,8 @@ class SplitWatch:
             called in the thread that calls `on_request_end`, the window is made in another one.
         in_force: the policy that the server runs.
         path: where the next server finds the split; None where it does not look.
+        compare: finds the better split of a window (`compare_splits` of the lab, by default in a
+            worker process).
 
     Attributes:
         advice: what the last search found, one sentence; "" if no split hits more.
@@ -50,9 +54,12 @@ class SplitWatch:
         recent: Callable[[], Callable[[], RequestWindow] | None],
         in_force: Callable[[], Spec],
         path: Path | None = None,
+        compare: Compare | None = None,
     ) -> None:
         self.advice = ""
         self._setup, self._recent, self._in_force, self._path = setup, recent, in_force, path
+        self._compare = compare
+        self._has_written = False
         self._ended = 0
         self._next = FIRST
         self._most_held = 0  # slots, by running requests, since the last search
@@ -69,7 +76,7 @@ class SplitWatch:
         if self._ended >= self._next and evicted and not self.is_searching:
             window = self._recent()
             if window is not None:
-                self._next = 2 * self._ended
+                self._next = int(NEXT * self._ended)
                 self._thread = threading.Thread(
                     target=self._search,
                     args=(window, self._in_force(), self._most_held),
@@ -96,10 +103,9 @@ class SplitWatch:
             window = make()
             room = window.budget
             assert isinstance(room, Split)
-            compare = extension("lab.simulation.tuner.splits").compare_splits
+            compare = self._compare or extension("lab.simulation.tuner.splits").compare_splits
             found: SplitsFound = compare(window, spec, self._least(room, most_held))
-            if found.split != room and self._path is not None:
-                write_split(self._path, self._learnt(found, room, window.counted))
+            self._tell(found, room, window.counted)
         except Exception as error:
             logger.debug("the search failed", exc_info=True)
             why = extension("lab.simulation.tuner.candidates").describe_failure(error)
@@ -110,6 +116,14 @@ class SplitWatch:
         before, self.advice = self.advice, self._say(found, room, window.counted)
         if self.advice != before:
             logger.info("sglang_hybrid: %s", self.advice or "no other split hits more now.")
+
+    def _tell(self, found: SplitsFound, room: Split, counted: int) -> None:
+        """Write the split for the next server; that of this one where an earlier search found
+        another and this search does not.
+        """
+        if self._path is not None and (found.split != room or self._has_written):
+            write_split(self._path, self._learnt(found, room, counted))
+            self._has_written = True
 
     def _least(self, room: Split, most_held: int) -> Split:
         """The room that must be left beside running requests: KV for the longest request, and slots
@@ -124,7 +138,7 @@ class SplitWatch:
 
     def _learnt(self, found: SplitsFound, room: Split, counted: int) -> LearntSplit:
         it = self._setup
-        for_states = self._slots(found, room) * it.state_bytes
+        for_states = (self._slots(found, room) + 0.5) * it.state_bytes  # a start rounds down
         hits, hits_now = (each / found.tokens for each in (found.hits, found.hits_now))
         return LearntSplit(for_states / (it.bytes - for_states), hits, hits_now, counted)
 

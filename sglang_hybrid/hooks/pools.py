@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from sglang_hybrid.core.extensions import extension
-
-logger = logging.getLogger(__name__)
 
 _planned: dict[int, Any] = {}
 """The one memory of a configurator between its two hooks, by the configurator's id: SGLang's class
@@ -25,7 +22,7 @@ def plan_one_memory(derive: Callable[..., Any], configurator: Any, **config: Any
     from sglang_hybrid.serving.devices import serves_on_cpu
 
     if not serves_on_cpu():
-        _two_pools_on_a_gpu(configurator)
+        _check_asked_on_a_gpu(configurator)
         return sizes
     memory = extension("cpu.one_memory.pools").plan(configurator, sizes)
     if memory is None:
@@ -34,25 +31,21 @@ def plan_one_memory(derive: Callable[..., Any], configurator: Any, **config: Any
     return memory.reported
 
 
-def _two_pools_on_a_gpu(configurator: Any) -> None:
-    """Say in the log why KV and states have a pool each. Raises `StartupError` if one memory was
-    asked for.
-    """
-    from sglang.srt.runtime_context import get_memory, get_parallel
+def _check_asked_on_a_gpu(configurator: Any) -> None:
+    """Raises `StartupError` if one memory was asked for and there are two pools."""
+    from sglang.srt.runtime_context import get_memory
 
     from sglang_hybrid.serving.config import HybridConfig
     from sglang_hybrid.serving.flag_values import Memory
     from sglang_hybrid.serving.startup import StartupError
 
-    asked, has_states = HybridConfig.from_environment().hybrid_memory, configurator.mambaish_config
-    if asked is Memory.SPLIT or configurator.is_draft_worker or get_memory().enable_unified_memory:
+    if HybridConfig.from_environment().hybrid_memory is not Memory.ONE:
         return
-    why = "one memory, with --hybrid-memory one, has not been served on a GPU yet"
-    why = "the model has no recurrent states" if has_states is None else why
-    if asked is Memory.ONE:
-        raise StartupError(f"--hybrid-memory one cannot be: {why}; use --hybrid-memory split.")
-    if has_states is not None and get_parallel().attn_tp_rank == 0:
-        logger.info("sglang_hybrid: KV and states have a pool each: %s.", why)
+    if configurator.is_draft_worker or get_memory().enable_unified_memory:
+        return
+    has_states = configurator.mambaish_config is not None
+    why = "there is no prefix cache" if has_states else "the model has no recurrent states"
+    raise StartupError(f"--hybrid-memory one cannot be: {why}; use --hybrid-memory split.")
 
 
 def build_in_one_memory(build: Callable[..., Any], configurator: Any, **named: Any) -> Any:

@@ -15,6 +15,7 @@ from sglang_hybrid.cache.split_watch import FIRST, SplitWatch
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.extensions.disk.tier_folder import TIER, make_tier, tier_lock
+from sglang_hybrid.extensions.lab.simulation.tuner.splits import SplitsFound
 from sglang_hybrid.serving.advice import ServerSetup
 from tests.extensions.lab.simulation.tuner.traffic import COST, conversations, window
 from tests.serving.test_advice import DEFAULT
@@ -94,10 +95,10 @@ def test_the_next_server_is_told(path: Path) -> None:
     feed(it, FIRST)
     learnt = read_split(path)
     assert learnt is not None
+    memory = Split.of(server.bytes, COST, round(learnt.states_to_kv, 3))
     slots, tokens = sizes(it.advice)
-    assert learnt.states_to_kv == pytest.approx(
-        slots * server.state_bytes / (tokens * server.kv_bytes), rel=1e-3
-    )
+    assert memory.slots == slots, "a ratio in three digits gives all of them"
+    assert memory.kv_tokens == pytest.approx(tokens, abs=COST.state_bytes / server.kv_bytes)
     assert f"{100 * learnt.hits:.1f} % would be hit instead of {100 * learnt.hits_now:.1f} %" in (
         it.advice
     )
@@ -110,6 +111,24 @@ def test_a_split_that_is_good_is_not_told(path: Path) -> None:
     assert not path.exists()
 
 
+def test_what_an_earlier_search_told_is_taken_back(path: Path) -> None:
+    """The next server has the split that this one has, where the last search found no other."""
+    server = watch(FEW_SLOTS)[1]
+    made = replace(window(conversations(80)), budget=FEW_SLOTS)
+    found = [SplitsFound(GOOD, 30, 20, 30, 100), SplitsFound(FEW_SLOTS, 20, 20, 20, 100)]
+    it = SplitWatch(
+        *(server, lambda: lambda: made, lambda: Spec("reuse"), path),
+        lambda *_: found.pop(0),
+    )
+    feed(it, FIRST)
+    told = read_split(path)
+    assert told is not None and (told.hits, told.hits_now) == (0.3, 0.2)
+    feed(it, FIRST)
+    told = read_split(path)
+    assert told is not None and told.hits == told.hits_now == 0.2
+    assert Split.of(server.bytes, COST, round(told.states_to_kv, 3)).slots == server.slots
+
+
 def test_nothing_is_compared_before_something_was_evicted_or_requests_are_few() -> None:
     it, _ = watch(FEW_SLOTS)
     feed(it, FIRST - 1)
@@ -119,7 +138,7 @@ def test_nothing_is_compared_before_something_was_evicted_or_requests_are_few() 
     assert it.advice != ""
 
 
-def test_each_search_doubles_the_time_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[object] = []
     ended = []
     it, _ = watch(FEW_SLOTS)
@@ -129,7 +148,7 @@ def test_each_search_doubles_the_time_to_the_next(monkeypatch: pytest.MonkeyPatc
         feed(it, 1)
         if len(searches) > before:
             ended.append(number)
-    assert ended == [FIRST, 2 * FIRST, 4 * FIRST]
+    assert ended == [128, 192, 288, 432]
 
 
 def test_what_is_good_gets_no_advice() -> None:

@@ -17,9 +17,10 @@ import requests
 import torch
 
 from scripts.gpu_check import __main__ as gpu_check
-from scripts.gpu_check import models, portable, stand_ins, steps
+from scripts.gpu_check import decode_steps, models, portable, stand_ins, steps, verdict
 from scripts.gpu_check.findings import Finding, told
 from scripts.gpu_check.steps import Step
+from sglang_hybrid.serving.gpu_verdict import Row, read_verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -453,3 +454,57 @@ def test_a_model_without_experts_stays_as_it_is(tmp_path: Path) -> None:
     before = config.read_bytes()
     models.take_all_experts(tmp_path)
     assert config.read_bytes() == before
+
+
+RIGHT, WRONG, SAID = Finding("a", "x", True), Finding("b", "y", False), Finding("c", "z")
+
+
+@pytest.mark.parametrize(
+    ("findings", "row"),
+    [
+        ([RIGHT, SAID], Row(True, "a: x")),
+        ([RIGHT, WRONG], Row(False, "b: y")),
+        ([SAID], Row(False, "")),
+        ([], Row(False, "")),
+    ],
+)
+def test_a_step_decides_by_what_was_right_or_wrong(findings: list[Finding], row: Row) -> None:
+    assert verdict.rows_of({"step": findings}) == {"step": row}
+
+
+def test_a_verdict_is_of_a_gpu_that_ran_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "verdict.json"
+    monkeypatch.setattr(verdict, "driver", lambda: "580.1")
+    good = {"hits": [RIGHT], "decode steps": [RIGHT]}
+    for found, gpu, stood_in in (
+        ({**good, "decode steps": [steps.NOT_RUN]}, "GPU A", False),
+        (good, None, False),
+        (good, "GPU A", True),
+    ):
+        said = verdict.decide(found, gpu, stood_in, path)
+        assert "o verdict" in said and not path.exists()
+    assert "One memory passed." in verdict.decide(good, "GPU A", False, path)
+    (passed,) = read_verdicts(path)
+    assert (passed.gpu, passed.driver, passed.passed) == ("GPU A", "580.1", True)
+    assert "failed" in verdict.decide({**good, "hits": [WRONG]}, "GPU A", False, path)
+    assert [it.passed for it in read_verdicts(path)] == [False]
+
+
+@pytest.mark.parametrize(("one", "ok"), [(1.01, True), (1.03, False)])
+def test_decode_steps_may_take_two_percent_longer_in_one_memory(
+    one: float, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the quickest process of each kind."""
+    told: list[bool | None] = []
+    monkeypatch.setattr(decode_steps, "tell", lambda what, found, ok: told.append(ok))
+    slow = iter([1.5, 1.0] * decode_steps.TURNS)
+    times = {"split": 1.0, "one": one}
+
+    def measure(memory: str) -> dict[int, float]:
+        return {1: times[memory] * (next(slow) if memory == "one" else 1.0)}
+
+    decode_steps.compare(measure, counts=True)
+    decode_steps.compare(lambda memory: {1: times[memory]}, counts=False)
+    assert told == [ok, None]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Final, NamedTuple
 
-from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.costs.cost import CostModel, IntArray
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.core.traffic.recorder import RequestWindow
@@ -15,6 +17,17 @@ from sglang_hybrid.extensions.lab.simulation.workers import Limits, run_jobs
 
 SHARES: Final = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.85)
 """Of the memory, for states."""
+
+SURE: Final = 1.0
+"""Standard errors that the gain of another split must exceed. The tuner asks for more: what it is
+wrong about costs hits at once, and comes back. A split is looked at again until the next start."""
+
+SETTLED: Final = 1.15
+"""Times that prompts of the latter half of a window may be as long as those of the former half for
+all splits to be compared."""
+
+Replay = Callable[[RequestWindow, Spec, Sequence[Budget]], list[IntArray]]
+"""Hit tokens of the requests that count [n], under a policy, with each of several memories."""
 
 
 class SplitsFound(NamedTuple):
@@ -30,31 +43,55 @@ class SplitsFound(NamedTuple):
     tokens: int
 
 
-def compare_splits(window: RequestWindow, spec: Spec, least: Split) -> SplitsFound:
-    """The split of `SHARES` under which the window's requests hit most with the policy `spec`, of
-    equals the nearest one; that of the window if none gains what the tuner asks for.
-
-    window: of a server with two pools. least: KV tokens and slots that must be there. Raises what a
-    worker raised, and ChildProcessError if one died.
+def replay_apart(window: RequestWindow, spec: Spec, budgets: Sequence[Budget]) -> list[IntArray]:
+    """`Replay` in a worker process of lowest priority. Raises what a worker raised, and
+    ChildProcessError if one died.
     """
-    now = window.budget
-    assert isinstance(now, Split), "one memory has no split"
-    others = [
-        split
-        for split in splits_of(now, window.cost)
-        if split.kv_tokens >= least.kv_tokens and split.slots >= least.slots and split != now
-    ]
-    splits = [now, *sorted(others, key=lambda split: abs(split.slots - now.slots))]
-    budgets: list[Budget] = [*splits, bytes_of(now, window.cost)]
     done = run_jobs(hits_within, window, [(spec, budget) for budget in budgets], Limits())
     for failure in done.failures:
         raise failure
+    return [done.results[number] for number in range(len(budgets))]
+
+
+def compare_splits(
+    window: RequestWindow, spec: Spec, least: Split, replay: Replay = replay_apart
+) -> SplitsFound:
+    """The split of `SHARES` under which the window's requests hit most with the policy `spec`, of
+    equals the nearest one; that of the window if none gains enough to be sure.
+
+    Where prompts grew within the window, as those of chats do that began with the server, only
+    splits with more KV are compared: the prompts to come want more KV for each state than these.
+
+    window: of a server with two pools. least: KV tokens and slots that must be there. Raises what
+    `replay` does.
+    """
+    now = window.budget
+    assert isinstance(now, Split), "one memory has no split"
+    growth = growth_of(window)
+    others = [
+        split
+        for split in splits_of(now, window.cost)
+        if split.kv_tokens >= least.kv_tokens
+        and split.slots >= least.slots
+        and split != now
+        and (split.kv_tokens > now.kv_tokens or growth <= SETTLED)
+    ]
+    splits = [now, *sorted(others, key=lambda split: abs(split.slots - now.slots))]
+    found = replay(window, spec, [*splits, bytes_of(now, window.cost)])
     regrets: Regrets[Split] = Regrets()
-    regrets.learn({split: done.results[number] for number, split in enumerate(splits)})
-    best = regrets.choose(now, Rules.margin, Rules.sure)
-    numbers = (splits.index(best), 0, len(splits))
-    hits, hits_now, hits_one = (int(done.results[number].sum()) for number in numbers)
+    regrets.learn(dict(zip(splits, found[:-1], strict=True)))
+    best = regrets.choose(now, Rules.margin, SURE)
+    hits, hits_now, hits_one = (
+        int(each.sum()) for each in (found[splits.index(best)], found[0], found[-1])
+    )
     return SplitsFound(best, hits, hits_now, hits_one, window.counted_tokens)
+
+
+def growth_of(window: RequestWindow) -> float:
+    """Mean prompt tokens of the latter half of the window's requests, in those of the former."""
+    lengths = [request.input_len for request in window.requests]
+    half = len(lengths) // 2
+    return fmean(lengths[half:]) / fmean(lengths[:half]) if half else 1.0
 
 
 def bytes_of(split: Split, cost: CostModel) -> int:

@@ -1,0 +1,238 @@
+"""Two pools that fit the traffic: the split that one half of a trace chooses, on the other half."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Annotated, NamedTuple
+
+import numpy as np
+
+from scripts.bench.commands import one_of
+from scripts.bench.policies import HYBRIDS, cost_of
+from scripts.bench.report import Table
+from scripts.bench.traces import COST, TRACES, Folder, Row, read_or_generate
+from sglang_hybrid.cache.learnt_split import read_split
+from sglang_hybrid.cache.split_watch import SplitWatch
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel, IntArray
+from sglang_hybrid.core.own_files import OWN_FOLDER
+from sglang_hybrid.core.server_settings import Budget, Serving, Split
+from sglang_hybrid.core.systems import Spec, make_policies
+from sglang_hybrid.core.traffic.recorder import (
+    MOST_RECORD_BYTES,
+    MOST_REQUESTS,
+    Finished,
+    Recorder,
+    RequestWindow,
+    make_window,
+)
+from sglang_hybrid.core.traffic.requests import Request
+from sglang_hybrid.extensions.lab import systems  # noqa: F401, it registers them
+from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
+from sglang_hybrid.extensions.lab.simulation.tuner.candidates import hits_within
+from sglang_hybrid.extensions.lab.simulation.tuner.splits import compare_splits
+from sglang_hybrid.serving.advice import ServerSetup
+
+REUSE = Spec("reuse")
+PAPER = "the paper's 7B"
+SIZES = (PAPER, *HYBRIDS)
+STATICS = (0.15, 0.3, 0.5, 0.75)
+"""Of the memory, for states, beside the default split: what nobody knows beforehand."""
+HEADS = ("default split", "at the start", "best of a few", "one memory")
+LOST = 1.0
+"""Points below the default split that count as a loss."""
+
+
+class Played(NamedTuple):
+    """Tokens that each request hit [n], and how many had ended when something was evicted first;
+    as many as there are if nothing was.
+    """
+
+    hits: IntArray
+    first_eviction: int
+
+
+@dataclass
+class Half:
+    """One half of a trace, served from an empty cache. What was played is not played again: a
+    server's window begins with its first request, so its hits are the first ones of the half.
+    """
+
+    requests: Sequence[Request]
+    cost: CostModel
+    _known: dict[Budget, Played] = field(default_factory=dict)
+
+    def play(self, budget: Split | int) -> Played:
+        """The half with two pools, or with so many bytes of one memory."""
+        if budget not in self._known:
+            serving = Serving(one_memory=isinstance(budget, int))
+            cache = ServerSimulator(self.cost, budget, *make_policies(REUSE), serving=serving)
+            hits, first = [], len(self.requests)
+            for number, request in enumerate(self.requests):
+                hits.append(cache.serve(request).hit_len)
+                if cache.memory.has_evicted:
+                    first = min(first, number)
+            self._known[budget] = Played(np.array(hits), first)
+        return self._known[budget]
+
+    def hit_rate(self, budget: Split | int) -> float:
+        """Percent of the prompt tokens."""
+        return 100 * float(self.play(budget).hits.sum()) / sum(it.input_len for it in self.requests)
+
+    def replay(
+        self, window: RequestWindow, spec: Spec, budgets: Iterable[Budget]
+    ) -> list[IntArray]:
+        """What `splits.replay_apart` finds, in this process. It is known where the window is the
+        beginning of this half, and not where the recorder has dropped what came first.
+        """
+        if window.requests[0].tokens is not self.requests[0].tokens:
+            return [hits_within(window, (spec, budget), lambda: None) for budget in budgets]
+        counted = slice(window.counted_from, len(window.requests))
+        return [self.play(budget).hits[counted] for budget in budgets if budget is not None]
+
+
+def learnt_split(half: Half, now: Split, context: int, folder: Path) -> Split:
+    """The split that the next server has, after this one has served `half` with the split `now`.
+    context: tokens of the longest request. folder: an empty one.
+    """
+    path, recorder = folder / OWN_FOLDER / "learnt", Recorder(MOST_RECORD_BYTES)
+    window = partial(_window, recorder, half.cost)
+    watch = SplitWatch(
+        _setup(half.cost, now, context),
+        lambda: window,
+        lambda: REUSE,
+        path,
+        partial(compare_splits, replay=half.replay),
+    )
+    played = half.play(now)
+    for number, (request, hit) in enumerate(zip(half.requests, played.hits, strict=True)):
+        recorder.add(
+            Finished(
+                *(request.tokens, request.input_len, request.arrival, int(hit), now),
+                *(request.message_starts, request.reply_start, request.tenant, request.hint),
+            )
+        )
+        watch.on_request_end(now, evicted=number >= played.first_eviction)
+        watch.wait()
+    learnt = read_split(path)
+    if learnt is None:
+        return now
+    memory = now.kv_tokens * half.cost.kv_bytes_per_token + now.slots * half.cost.state_bytes
+    return Split.of(memory, half.cost, round(learnt.states_to_kv, 3))
+
+
+def _window(recorder: Recorder, cost: CostModel) -> RequestWindow:
+    """As `Tuning.recent` makes it."""
+    records = recorder.latest(MOST_REQUESTS)
+    counted = (len(records) + 1) // 2
+    return make_window(records, counted, cost, MIN_BRANCH_TOKENS, Serving(), has_states=True)
+
+
+def _setup(cost: CostModel, split: Split, context: int) -> ServerSetup:
+    return ServerSetup(
+        slots=split.slots,
+        held=1,
+        counted=1,
+        running=1,
+        asked=None,
+        kv_tokens=split.kv_tokens,
+        state_bytes=cost.state_bytes,
+        kv_bytes=cost.kv_bytes_per_token,
+        kv_costs=True,
+        one_memory=False,
+        context=context,
+        page_size=1,
+        pages_needed=False,
+        planned=True,
+        all_admitted=False,
+        no_buffer=True,
+        no_buffer_asked=False,
+    )
+
+
+class Rates(NamedTuple):
+    """Hit rates of the second half of a row in percent: two pools at the default split, at the one
+    that the first half chose, at the best of a few, and one memory. share: of the bytes, for
+    states, as the first half chose.
+    """
+
+    default: float
+    learnt: float
+    best: float
+    one: float
+    share: float
+
+
+def measure(requests: Sequence[Request], cost: CostModel, memory: int) -> Rates:
+    """Of a trace in `memory` bytes."""
+    middle = len(requests) // 2
+    start = requests[0].arrival  # a window's clock begins with its first request
+    shifted = [replace(it, arrival=it.arrival - start) for it in requests[:middle]]
+    first, second = Half(shifted, cost), Half(requests[middle:], cost)
+    now = Split.of(memory, cost)
+    context = max(len(request.tokens) for request in requests)
+    with TemporaryDirectory() as folder:
+        learnt = learnt_split(first, now, context, Path(folder))
+    few = [Split.of(memory, cost, share / (1 - share)) for share in STATICS]
+    best = max(second.hit_rate(split) for split in (now, learnt, *few))
+    share = 100 * learnt.slots * cost.state_bytes / memory
+    default, chosen, one = (second.hit_rate(budget) for budget in (now, learnt, memory))
+    return Rates(default, chosen, best, one, share)
+
+
+def conclude(found: dict[Row, Rates]) -> list[str]:
+    """Cells of the summary: mean hit rates, percent of the mean distance from two pools to one
+    memory that the learnt split closes, the mean of that over rows whose distance is a point or
+    more, how many rows lose, and the worst one.
+    """
+    means = [fmean(column) for column in zip(*found.values(), strict=True)][:4]
+    gain, distance = means[1] - means[0], means[3] - means[0]
+    apart = [it for it in found.values() if it.one - it.default >= 1]
+    closed = [100 * (it.learnt - it.default) / (it.one - it.default) for it in apart]
+    gains = {row: it.learnt - it.default for row, it in found.items()}
+    worst = min(gains, key=lambda row: gains[row])
+    losses = sum(each < -LOST for each in gains.values())
+    return [
+        *(f"{mean:.1f}" for mean in means),
+        f"{100 * gain / distance:.0f}",
+        f"{fmean(closed or [0]):.0f} ({len(closed)} rows)",
+        f"{losses} of {len(gains)}",
+        f"{gains[worst]:+.1f} ({worst[0]}, {worst[1]:g} GB)",
+    ]
+
+
+def pools(
+    sizes: Annotated[tuple[str, ...], "of these models", one_of(SIZES)] = SIZES,
+    traces: Folder = TRACES,
+    seeds: Annotated[tuple[int, ...], "of generated traffic, beside the traces"] = (0,),
+) -> None:
+    """How much of the distance from two pools to one memory a learnt split closes.
+
+    A server with two pools serves the first half of a trace, compares splits as it does while it
+    runs, and is started again: the second half, from an empty cache, with the default split, with
+    what the first half chose, with the best of a few splits, and in one memory. Nothing of the
+    second half took part in the choice. Under `reuse`, request after request, in percent of the
+    prompt tokens; the longest request has to fit into the KV. `closed`: of the mean distance, and
+    of each row whose distance is a point or more, the mean.
+    """
+    (runner, rows), (made, more) = (read_or_generate(traces, it) for it in (None, max(seeds) + 1))
+    rows += [row for row in more if int(row[0].rpartition(" ")[2]) in seeds]
+    known = {**runner.traces, **made.traces}
+    summary: dict[str, list[str]] = {}
+    table = Table("sizes", "trace", "GB", *HEADS, "states' share", text=2)
+    for name in sizes:
+        cost = COST if name == PAPER else cost_of(name)
+        found = {row: measure(known[row[0]], cost, int(row[1] * 1e9)) for row in rows}
+        for (trace, size), rates in found.items():
+            cells = (f"{rate:.1f}" for rate in rates[:4])
+            table.row(name, trace, f"{size:g}", *cells, f"{rates.share:.0f} %")
+        summary[name] = conclude(found)
+    print()
+    closed = ("closed, %", "closed in rows, %", f"rows that lose over {LOST:g} point", "worst row")
+    table = Table("means of", *HEADS, *closed)
+    for name, concluded in summary.items():
+        table.row(name, *concluded)
