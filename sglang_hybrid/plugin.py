@@ -140,8 +140,8 @@ def _settle_states() -> None:
     """Steps of SGLang's resolution settle how states are kept and what room they get."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    @register_resolution_hook("handle_missing_default_values")
-    def handle_missing_default_values(
+    @register_resolution_hook("handle_platform_defaults")
+    def handle_platform_defaults(
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
         from sglang_hybrid.cache.resolution import take_one_memory

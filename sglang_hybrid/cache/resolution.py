@@ -24,12 +24,14 @@ from sglang_hybrid.checkpoints.support import (
     keeps_kv_only,
     one_slot_per_request,
     plans_checkpoints,
+    why_unplanned,
 )
+from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.serving import warm_up
 from sglang_hybrid.serving.backend import why_not_unified
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.devices import serves_on_cpu
-from sglang_hybrid.serving.flag_values import Memory
+from sglang_hybrid.serving.flag_values import Eviction, Memory
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -81,14 +83,70 @@ def settle_states(server_args: ServerArgs) -> None:
 
 
 def take_one_memory(server_args: ServerArgs) -> None:
-    """`--hybrid-memory one` is SGLang's unified pool wherever its kernels run; on the CPU platform
-    it is a memory of ours (extensions/cpu/one_memory). To be called before anything reads the flag.
+    """KV and states share SGLang's unified pool where `--hybrid-memory one` asks for it, and under
+    `auto` on the CPU platform, where they can. To be called when the platform's defaults are known,
+    and before anything reads SGLang's flag.
+
+    Raises ValueError where one memory was asked for and cannot be.
     """
     view = resolving_view(server_args)
-    asked = HybridConfig.from_environment().hybrid_memory is Memory.ONE
+    asked = HybridConfig.from_environment().hybrid_memory
     ours = view.radix_cache_backend == BACKEND and not view.disable_radix_cache
-    if asked and ours and not serves_on_cpu():
+    if not ours or view.enable_unified_memory or asked is Memory.SPLIT:
+        return
+    why = _why_two_pools(server_args)
+    if asked is Memory.ONE and why:
+        raise ValueError(f"--hybrid-memory one cannot be: {why}; use --hybrid-memory split.")
+    if asked is Memory.AUTO:
+        why = why or _why_not_by_default(server_args)
+    if not why:
         declare_resolution(server_args, OURS, enable_unified_memory=True)
+    elif _has_states(server_args):
+        logger.info("sglang_hybrid: KV and states have a pool each: %s.", why)
+
+
+def _why_two_pools(server_args: ServerArgs) -> str:
+    """The reason why KV and states cannot share one memory; empty if they can, as far as this is
+    known before SGLang's flags are resolved (`check_unified_memory`).
+    """
+    view, options = resolving_view(server_args), HybridConfig.from_environment()
+    reasons = {
+        "the model has no recurrent states": not _has_states(server_args),
+        f"checkpoints are not planned ({why_unplanned(view) or 'admission'})": not (
+            plans_checkpoints(view)
+        ),
+        "--hybrid-eviction sglang-lru is SGLang's own order, which knows two pools": (
+            options.policy is Eviction.SGLANG_LRU
+        ),
+        "--mamba-full-memory-ratio, which may be left out, divides the memory": (
+            view.mamba_full_memory_ratio is not None
+        ),
+        "the memory does not hold one request, whose states are up to three": (
+            serves_on_cpu() and _is_too_small(server_args)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _why_not_by_default(server_args: ServerArgs) -> str:
+    """The reason why KV and states have a pool each unless somebody asks for one memory; empty if
+    they share one.
+    """
+    if not serves_on_cpu():
+        return "one memory, with --hybrid-memory one, has not been served on a GPU yet"
+    view, text = resolving_view(server_args), model_config_of(server_args).hf_text_config
+    flag, why = _why_not_unified(server_args)
+    reasons = {
+        "drafts of speculative decoding have states of their own": (
+            view.speculative_algorithm is not None
+        ),
+        "--enable-memory-saver moves pools itself": bool(view.enable_memory_saver),
+        "the model's KV has an index beside it": any(
+            getattr(text, name, None) for name in ("index_topk", "indexer_n_heads")
+        ),
+        f"with {flag}, {why}": bool(flag),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _prefixes_of_minicpm(server_args: ServerArgs) -> None:
@@ -125,22 +183,42 @@ def check_unified_memory(server_args: ServerArgs) -> None:
     view = resolving_view(server_args)
     if not view.enable_unified_memory or view.radix_cache_backend != BACKEND:
         return
-    flag, why = why_not_unified(view)
-    text = model_config_of(server_args).hf_text_config
-    if _is_pure(server_args):
-        flag, why = "this model", "it has no KV"
-    elif JET_NEMOTRON & _architectures(server_args):
-        flag, why = "this model", "SGLang's scan of its layers writes states to a copy of the pool"
-    elif _has_windows_beside_states(server_args):
-        flag, why = "this model", "KV of its sliding windows would be a third kind"
-    elif getattr(text, "kv_lora_rank", None) and not getattr(text, "qk_rope_head_dim", None):
-        flag, why = "this model", "its latent keys have no positions, for which the pool has room"
+    flag, why = _why_not_unified(server_args)
     if flag:
         other = "" if flag == "this model" else f"leave out {flag}, or "
         raise ValueError(
             f"KV and states cannot share SGLang's unified pool with {flag}: {why}; {other}use "
             "--hybrid-memory split."
         )
+
+
+def _why_not_unified(server_args: ServerArgs) -> tuple[str, str]:
+    """A flag, or "this model", with which our cache does not serve SGLang's unified pool, and why;
+    two empty texts if there is none.
+    """
+    text = model_config_of(server_args).hf_text_config
+    if _is_pure(server_args):
+        return "this model", "it has no KV"
+    if JET_NEMOTRON & _architectures(server_args):
+        return "this model", "SGLang's scan of its layers writes states to a copy of the pool"
+    if _has_windows_beside_states(server_args):
+        return "this model", "KV of its sliding windows would be a third kind"
+    if getattr(text, "kv_lora_rank", None) and not getattr(text, "qk_rope_head_dim", None):
+        return "this model", "its latent keys have no positions, for which the pool has room"
+    return why_not_unified(resolving_view(server_args))
+
+
+def _is_too_small(server_args: ServerArgs) -> bool:
+    """True if the KV tokens and state slots that were asked for take less, on a CPU, than SGLang's
+    unified pool must hold: three states of a request, and a row for padding.
+    """
+    view = resolving_view(server_args)
+    sizes = extension("cpu.sizing").model_sizes(view.model_path, view.dtype)
+    tokens, slots = view.max_total_tokens, view.max_mamba_cache_size
+    if sizes is None or tokens is None or slots is None:
+        return False
+    padding = max(sizes.state, (view.page_size or 1) * sizes.kv_token)
+    return bool(tokens * sizes.kv_token + slots * sizes.state < 3 * sizes.state + padding)
 
 
 def check_device_codec(server_args: ServerArgs) -> None:
@@ -153,7 +231,7 @@ def check_device_codec(server_args: ServerArgs) -> None:
         why = "a model without recurrent states"
     elif _has_windows_beside_states(server_args):
         why = "a model with sliding windows"
-    elif view.enable_unified_memory:
+    elif view.enable_unified_memory and not serves_on_cpu():
         why = "one memory on a GPU; use --hybrid-memory split"
     elif view.disaggregation_mode not in (None, "null"):
         why = f"--disaggregation-mode {view.disaggregation_mode}"
@@ -436,6 +514,13 @@ def _asked(server_args: ServerArgs, *flags: str) -> bool:
 def _is_pure(server_args: ServerArgs) -> bool:
     """True if the model has states and no attention."""
     return bool(_architectures(server_args) & set(PURE_SSM_ARCHITECTURES))
+
+
+def _has_states(server_args: ServerArgs) -> bool:
+    """True if the model has recurrent states, with attention or without."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return _is_pure(server_args) or mambaish_config(model_config_of(server_args)) is not None
 
 
 def _has_windows_beside_states(server_args: ServerArgs) -> bool:

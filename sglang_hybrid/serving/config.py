@@ -89,7 +89,7 @@ class HybridConfig:
         "what SGLang's two pools (--max-total-tokens and --max-mamba-cache-size, or their "
         "defaults) would take together, and what is worth least makes room for either (one); each "
         "has its pool (split); auto is one on the CPU platform for a hybrid model with planned "
-        "checkpoints, split elsewhere and with --mamba-full-memory-ratio",
+        "checkpoints, where SGLang's unified pool can be, and split elsewhere",
     )
     hybrid_pin_share: float = flag(
         DEFAULT_SHARE,
