@@ -113,7 +113,7 @@ class Need(Enum):
     )
     UNIFIED_MEMORY = _Needed(
         "one memory for KV and states, SGLang's unified pool below our cache",
-        flag="--enable-unified-memory (which --hybrid-memory one turns on)",
+        flag="--enable-unified-memory (--hybrid-memory one, on a CPU the default, turns it on)",
         asks=lambda sglangs, _: bool(sglangs.enable_unified_memory),
     )
     HOST_COPIES = _Needed(
