@@ -100,7 +100,11 @@ def take_one_memory(server_args: ServerArgs) -> None:
     if asked is Memory.AUTO:
         why = why or _why_not_by_default(server_args)
     if not why:
-        declare_resolution(server_args, OURS, enable_unified_memory=True)
+        declared: dict[str, Any] = {"enable_unified_memory": True}
+        if view.max_mamba_cache_size is not None:
+            # The row of a state for padding lies within this pool, and beside those of two pools.
+            declared["max_mamba_cache_size"] = view.max_mamba_cache_size + 1
+        declare_resolution(server_args, OURS, **declared)
     elif _has_states(server_args):
         logger.info("sglang_hybrid: KV and states have a pool each: %s.", why)
 

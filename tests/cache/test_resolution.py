@@ -58,6 +58,7 @@ TINY = {"max_total_tokens": 100, "max_mamba_cache_size": 1}
         ("auto", True, HYBRID, {}, "one"),
         ("one", True, HYBRID, {}, "one"),
         ("one", False, HYBRID, {}, "one"),
+        ("one", False, HYBRID, {"max_mamba_cache_size": None}, "one"),
         ("one", True, HYBRID, DRAFTS, "one"),
         ("split", True, HYBRID, {}, ""),
         ("auto", True, PLAIN, {}, ""),
@@ -128,7 +129,9 @@ def test_who_has_one_memory(
             resolution.take_one_memory(view)
     else:
         resolution.take_one_memory(view)
-    assert declared == ({"enable_unified_memory": True} if expected == "one" else {})
+    slots = view.max_mamba_cache_size
+    more = {} if slots is None else {"max_mamba_cache_size": slots + 1}
+    assert declared == ({"enable_unified_memory": True, **more} if expected == "one" else {})
     assert (TWO_POOLS in caplog.text) is expected.startswith(TWO_POOLS)
     if expected.startswith(TWO_POOLS):
         assert expected in caplog.text

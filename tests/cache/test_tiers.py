@@ -67,7 +67,7 @@ def serve_at_random(server: TieredServer, seed: int, requests: int) -> None:
 
 
 SLOW = pytest.mark.slow
-QUICK = ("one memory", "SGLang's pool")
+QUICK = ("one memory", "one memory, large states")
 LINKS = [
     pytest.param(None, id="prompt copies", marks=SLOW),
     pytest.param(Link(1e9, 2e-3), id="copies that take time"),

@@ -46,7 +46,7 @@ MODELS = (
     "lfm2",
     "mamba2",
 )
-WITH = ("extra buffer", "chunks of 128", "lazy", "no overlap", "two ranks", "SGLang's pool")
+WITH = ("extra buffer", "chunks of 128", "lazy", "no overlap", "two ranks", "two pools")
 ROWS = [*((model, "default") for model in MODELS), *(("nemotron-h", each) for each in WITH)]
 
 
