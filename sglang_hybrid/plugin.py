@@ -140,29 +140,20 @@ def _settle_states() -> None:
     """Steps of SGLang's resolution settle how states are kept and what room they get."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    @register_resolution_hook("handle_missing_default_values")
-    def handle_missing_default_values(
-        server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
-    ) -> None:
-        from sglang_hybrid.cache.resolution import take_one_memory
-
-        previous(server_args)
-        take_one_memory(server_args)
-
     @register_resolution_hook("handle_platform_defaults")
     def handle_platform_defaults(
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
-        from sglang_hybrid.cache.default_memory import choose_memory
+        from sglang_hybrid.cache.memory_choice import take_one_memory
 
         previous(server_args)
-        choose_memory(server_args)
+        take_one_memory(server_args)
 
     @register_resolution_hook("handle_page_major_kv_layout")
     def handle_page_major_kv_layout(
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
-        from sglang_hybrid.cache.default_memory import keep_where_sglang_can
+        from sglang_hybrid.cache.memory_choice import keep_where_sglang_can
 
         keep_where_sglang_can(server_args, previous)
 

@@ -22,8 +22,7 @@ STATES_SHARES = (0.15, 0.4, 0.7)
 """Of the memory, in the static splits."""
 
 SPLIT = ("--hybrid-memory", "split")
-ONE = {"one": ("--hybrid-memory", "one"), "SGLang's pool": ("--enable-unified-memory",)}
-"""One memory: ours, and SGLang's unified pool under our cache."""
+ONE = ("--hybrid-memory", "one")
 
 PHASES = ("documents", "chats", "documents again")
 
@@ -83,27 +82,20 @@ def one_memory(
     served = traces.in_vocabulary(made, vocabulary_of(model))
     table = Table("memory", "KV tokens", "slots", "documents", "sessions", "documents again", "all")
     prompts = [sum(request.input_len for request in trace) for trace in served]
-    kept = {}
-    for name, memory in ONE.items():
-        flags, _, _ = flags_of_memory(model, megabytes, memory)
-        rates, kept[name] = serve(flags, served)
-        table.row(name, "", "", *rows_of(rates, prompts))
+    flags, _, _ = flags_of_memory(model, megabytes, ONE)
+    rates, accounts = serve(flags, served)
+    table.row("one", "", "", *rows_of(rates, prompts))
     for share in STATES_SHARES:
         flags, tokens, slots = flags_of_memory(model, megabytes, SPLIT, share)
         rates, _ = serve(flags, served)
         name = f"split, {share:.0%} for states"
         table.row(name, f"{tokens:,}", slots, *rows_of(rates, prompts))
     print("\nOne memory after each phase, in MB:\n")
-    table = Table(
-        *("memory", "phase", "KV used", "states used", "waste", "moved to KV", "to states"),
-        "moves",
-    )
-    for name, accounts in kept.items():
-        for phase, account in zip(PHASES, accounts, strict=True):
-            used, moved = account["used"], account["moved_to"]
-            waste = sum(account["waste"].values())
-            sizes = (used["kv"], used["states"], waste, moved["kv"], moved["states"])
-            table.row(name, phase, *(f"{size / 1e6:.2f}" for size in sizes), account["moves"])
+    table = Table("phase", "KV used", "states used", "moved to KV", "to states", "moves")
+    for phase, account in zip(PHASES, accounts, strict=True):
+        used, moved = account["used"], account["moved_to"]
+        sizes = (used["kv"], used["states"], moved["kv"], moved["states"])
+        table.row(phase, *(f"{size / 1e6:.2f}" for size in sizes), account["moves"])
 
 
 def rows_of(rates: Sequence[float], prompts: Sequence[int]) -> list[str]:

@@ -95,14 +95,13 @@ def steps_on_a_gpu() -> list[Step]:
 
 
 def steps_of_one_memory(*, gpu: bool) -> list[Step]:
-    """What one memory may be the default after; without a GPU, by SGLang's own flag on the CPU."""
+    """What one memory may be the default after, on the CPU where there is no GPU."""
     stand_ins = () if complete() or not gpu else ("--stand-ins",)
     path = environment_with(stand_ins=bool(stand_ins))
-    own = ("--hybrid-memory", "one") if gpu else ("--enable-unified-memory",)
     device = () if gpu else ("--cpu",)
 
     def served(name: str, *options: str) -> list[str]:
-        return module("models", name, *options, *device, *stand_ins, "--", *own)
+        return module("models", name, *options, *device, *stand_ins, "--", "--hybrid-memory", "one")
 
     exact = () if not gpu else ("--float32",)
     return [

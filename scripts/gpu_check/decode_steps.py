@@ -34,8 +34,6 @@ MOST = 1.02
 BATCHES, PROMPT, STEPS, WARM = (1, 16), 2_048, 96, 16
 """Sequences, their tokens, the steps that are measured and those before them."""
 POOLS = ("--max-mamba-cache-size", "64", "--max-total-tokens", "131072")
-SGLANGS = ("--enable-unified-memory",)
-"""On a CPU --hybrid-memory one is a memory of ours."""
 SECONDS = 150
 """Of one process."""
 MARK = "MILLISECONDS "
@@ -140,8 +138,7 @@ def main() -> int:
         flags = ["--model-path", str(model), "--cuda-graph-max-bs-decode", str(max(BATCHES))]
         flags += ("--device", "cpu") if options.cpu else ("--load-format", "dummy", *POOLS)
         flags += stand_ins.FLAGS if options.stand_ins else ()
-        by_sglangs_flag = options.cpu and options.memory == "one"
-        flags += SGLANGS if by_sglangs_flag else ("--hybrid-memory", options.memory)
+        flags += ("--hybrid-memory", options.memory)
         runner = serve(flags)
         prompt, steps = (64, 8) if options.cpu else (PROMPT, STEPS)
         found = {size: step_milliseconds(runner, size, prompt, steps) for size in BATCHES}

@@ -14,7 +14,6 @@ from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.memory.one_memory import OneMemoryCache
-from sglang_hybrid.cache.memory.unified import UnifiedAccount
 from sglang_hybrid.cache.tiers.inexact import ExactPartsCache
 from sglang_hybrid.cache.tiers.served_tiers import disk_of
 from sglang_hybrid.core.tiers.rates import Tier
@@ -121,7 +120,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         acks = self.cache_controller.ack_write_queue
         if acks:
             order_behind(acks[-1].finish_event, self.forward_stream)
-            if isinstance(self.account, UnifiedAccount):  # rows are zeroed in the current stream
+            if self.account is not None:  # rows are zeroed in the current stream
                 order_behind(acks[-1].finish_event)
         self.writing_check(write_back=True)
 

@@ -29,7 +29,6 @@ from sglang_hybrid.serving import warm_up
 from sglang_hybrid.serving.backend import why_not_unified
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.devices import serves_on_cpu
-from sglang_hybrid.serving.flag_values import Memory
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -79,17 +78,6 @@ def settle_states(server_args: ServerArgs) -> None:
     _kernels_that_leave_states(server_args)
     _no_graph_over_mixers(server_args)
     warm_up_with_hits(server_args)
-
-
-def take_one_memory(server_args: ServerArgs) -> None:
-    """`--hybrid-memory one` is SGLang's unified pool wherever its kernels run; on the CPU platform
-    it is a memory of ours (extensions/cpu/one_memory). To be called before anything reads the flag.
-    """
-    view = resolving_view(server_args)
-    asked = HybridConfig.from_environment().hybrid_memory is Memory.ONE
-    ours = view.radix_cache_backend == BACKEND and not view.disable_radix_cache
-    if asked and ours and not serves_on_cpu():
-        declare_resolution(server_args, OURS, enable_unified_memory=True)
 
 
 def _prefixes_of_minicpm(server_args: ServerArgs) -> None:
@@ -164,7 +152,7 @@ def check_device_codec(server_args: ServerArgs) -> None:
         why = "a model without recurrent states"
     elif _has_windows_beside_states(server_args):
         why = "a model with sliding windows"
-    elif view.enable_unified_memory:
+    elif view.enable_unified_memory and not serves_on_cpu():
         why = "one memory on a GPU; use --hybrid-memory split"
     elif view.disaggregation_mode not in (None, "null"):
         why = f"--disaggregation-mode {view.disaggregation_mode}"
@@ -450,6 +438,13 @@ def _asked(server_args: ServerArgs, *flags: str) -> bool:
 def _is_pure(server_args: ServerArgs) -> bool:
     """True if the model has states and no attention."""
     return bool(_architectures(server_args) & set(PURE_SSM_ARCHITECTURES))
+
+
+def has_states(server_args: ServerArgs) -> bool:
+    """True if the model has recurrent states, with attention or without."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return _is_pure(server_args) or mambaish_config(model_config_of(server_args)) is not None
 
 
 def _has_windows_beside_states(server_args: ServerArgs) -> bool:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
-from sglang_hybrid.serving.flag_values import FullHit, Memory, Ui
+from sglang_hybrid.serving.flag_values import FullHit, Ui
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -111,14 +111,9 @@ class Need(Enum):
         flag="--hybrid-full-hit on",
         asks=lambda _, ours: ours.hybrid_full_hit is not FullHit.OFF,
     )
-    ONE_MEMORY = _Needed(
-        "one memory for KV and states",
-        flag="--hybrid-memory one",
-        asks=lambda _, ours: ours.hybrid_memory is Memory.ONE,
-    )
     UNIFIED_MEMORY = _Needed(
-        "SGLang's unified pool below our cache",
-        flag="--enable-unified-memory (which --hybrid-memory one turns on)",
+        "one memory for KV and states, SGLang's unified pool below our cache",
+        flag="--enable-unified-memory (--hybrid-memory one, on a CPU the default, turns it on)",
         asks=lambda sglangs, _: bool(sglangs.enable_unified_memory),
     )
     HOST_COPIES = _Needed(

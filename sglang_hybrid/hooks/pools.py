@@ -1,61 +1,9 @@
-"""Hooks on SGLang's pools: their sizes and their classes."""
+"""Hooks on SGLang's pools: their allocators and their classes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-from sglang_hybrid.core.extensions import extension
-
-_planned: dict[int, Any] = {}
-"""The one memory of a configurator between its two hooks, by the configurator's id: SGLang's class
-has slots, and takes neither another attribute nor a weak reference."""
-
-
-def plan_one_memory(derive: Callable[..., Any], configurator: Any, **config: Any) -> Any:
-    """The sizes of pools, as they are reported where KV and states share one memory."""
-    from sglang.srt.runtime_context import get_memory
-
-    sizes = derive(configurator, **config)
-    if get_memory().radix_cache_backend != "hybrid":
-        return sizes
-    from sglang_hybrid.serving.devices import serves_on_cpu
-
-    if not serves_on_cpu():
-        _check_asked_on_a_gpu(configurator)
-        return sizes
-    memory = extension("cpu.one_memory.pools").plan(configurator, sizes)
-    if memory is None:
-        return sizes
-    _planned[id(configurator)] = memory
-    return memory.reported
-
-
-def _check_asked_on_a_gpu(configurator: Any) -> None:
-    """Raises `StartupError` if one memory was asked for and there are two pools."""
-    from sglang.srt.runtime_context import get_memory
-
-    from sglang_hybrid.serving.config import HybridConfig
-    from sglang_hybrid.serving.flag_values import Memory
-    from sglang_hybrid.serving.startup import StartupError
-
-    if HybridConfig.from_environment().hybrid_memory is not Memory.ONE:
-        return
-    if configurator.is_draft_worker or get_memory().enable_unified_memory:
-        return
-    has_states = configurator.mambaish_config is not None
-    why = "there is no prefix cache" if has_states else "the model has no recurrent states"
-    raise StartupError(f"--hybrid-memory one cannot be: {why}; use --hybrid-memory split.")
-
-
-def build_in_one_memory(build: Callable[..., Any], configurator: Any, **named: Any) -> Any:
-    """Both pools as large as the whole memory, with allocators that share its bytes."""
-    memory = _planned.pop(id(configurator), None)
-    if memory is None:
-        return build(configurator, **named)
-    with extension("cpu.one_memory.pools").as_large_as_the_budget(memory):
-        pools = build(configurator, **{**named, "sizes": memory.sizes})
-    return memory.share(pools)
 
 
 def set_nothing_aside(begin: Callable[..., None], allocator: Any, requests: int) -> None:

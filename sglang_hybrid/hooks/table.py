@@ -176,7 +176,7 @@ HOOKS: tuple[Hook, ...] = (
             Need.INKLING,
         ),
     ),
-    # Pools: their sizes and classes.
+    # Pools: their allocators and classes.
     *_in(
         "sglang.srt.mem_cache.allocator.token",
         ("TokenToKVPoolAllocator", _REPLACE, pools.keep_freed_slots, Need.QUICKER),
@@ -189,11 +189,6 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler",
         ("MambaPoolHost", _REPLACE, pools.smaller_states, Need.HOST_COPIES),
         ("MLATokenToKVPoolHost", _REPLACE, pools.smaller_latents, Need.SMALLER_COPIES),
-    ),
-    *_in(
-        "sglang.srt.mem_cache.kv_cache_configurator",
-        ("KVCacheConfigurator._derive_pool_sizes", _AROUND, pools.plan_one_memory, Need.ONE_MEMORY),
-        ("KVCacheConfigurator._init_pools", _AROUND, pools.build_in_one_memory, Need.ONE_MEMORY),
     ),
     *_in(
         "sglang.srt.mem_cache.unified_memory_pool",

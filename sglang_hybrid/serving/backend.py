@@ -112,7 +112,6 @@ def _check_device_codec(flags: argparse.Namespace, options: HybridConfig, *, our
 NOT_CODED = {
     "enable_hierarchical_cache": "what the device gives up is copied to the host there",
     "speculative_algorithm": "the KV of drafts would be lost where that of the model is coded",
-    "enable_unified_memory": "rows of SGLang's unified pool are found under other names",
 }
 """Flags that entries cannot be coded beside, and why."""
 

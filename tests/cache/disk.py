@@ -159,9 +159,10 @@ class DiskServer(TieredServer):
             marks = [mark(prefix[: at + 1]) for at in range(start, len(prefix))]
             if kv.value is not None:
                 for rows in self._rows:
-                    assert rows[kv.value.long()][:, 0, 0].tolist() == marks
+                    assert rows[self._rows_of(kv.value.long())][:, 0, 0].tolist() == marks
             if state.value is not None:
-                values = self._states.temporal[:, state.value.long()].unique().tolist()
+                at = self._row_of(int(state.value))
+                values = self._states.temporal[:, at].unique().tolist()
                 assert values == marks[-1:]
             if kv.host_value is not None:
                 pages = [kv_pool.get_data_page(int(at)) for at in kv.host_value]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
@@ -48,16 +48,10 @@ from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.checkpoints.last_hidden import Wanted
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.memory.account import Account, MemoryKind
+from sglang_hybrid.core.memory.account import MemoryKind
 from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import Hint, PromptHints
 from sglang_hybrid.core.traffic.requests import Request
-from sglang_hybrid.extensions.cpu.one_memory.allocators import (
-    OneMemoryPages,
-    OneMemorySlots,
-    OneMemoryTokens,
-)
-from sglang_hybrid.extensions.cpu.one_memory.granules import GranulePool
 from sglang_hybrid.extensions.cpu.ops import transfer_streams
 from sglang_hybrid.hooks.scheduling import take_cache_fields
 from sglang_hybrid.serving.config import HybridConfig
@@ -72,12 +66,11 @@ class Sizes:
     """A server's pools. states = 0: a model without recurrent state.
 
     grid: tokens between the positions at which a prefill can leave a state, with extra_buffer.
-    one_memory: KV and states share the bytes of both pools. state_bytes: what a state is charged
-    there, by default what it takes: two values of bfloat16 of the window and four of the state.
-    unified: these are the bytes of SGLang's unified pool, whose states take what `UNIFIED` says.
+    one_memory: KV and states share the bytes of both pools, in SGLang's unified pool. state_tokens:
+    tokens whose KV takes as much as a state there.
     window: tokens that a second attention reads, beside states and with pages of one token; 0 if
-    there is none. kv_of_windows: tokens of its pool. row: numbers of a key and of a state's row,
-    but for the unified pool's.
+    there is none. kv_of_windows: tokens of its pool. row: numbers of a key and of a state's row;
+    8 at least in one memory, whose rows are whole 16 bytes.
     """
 
     kv: int = 4_096
@@ -85,8 +78,7 @@ class Sizes:
     page: int = 1
     extra_buffer: bool = False
     one_memory: bool = False
-    unified: bool = False
-    state_bytes: int = 2 * (2 * 2 + 8)
+    state_tokens: int = 3
     grid: int = 1
     rows: int = 16
     context: int = 1_024
@@ -101,15 +93,18 @@ class Sizes:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token: keys and values, a row of bfloat16 each; eight in SGLang's unified pool,
-        whose rows are whole 16 bytes.
-        """
-        return 2 * 2 * (8 if self.unified else self.row)
+        """Of one token: keys and values, a row of bfloat16 each."""
+        return 2 * 2 * (max(8, self.row) if self.one_memory else self.row)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one state: two values of bfloat16 of the window and four of the state by default."""
+        return self.state_tokens * self.token_bytes if self.one_memory else 2 * (2 * 2 + 8)
 
 
-KV_BYTES = Sizes().token_bytes
-UNIFIED = {"one_memory": True, "unified": True, "state_bytes": 9_600}
-"""Sizes of SGLang's unified pool: a state takes as much as 300 tokens."""
+KV_BYTES = Sizes(one_memory=True).token_bytes
+"""Of one token in one memory."""
+ONE_MEMORY = {"one_memory": True, "state_tokens": 300}
 
 
 def build_cache(
@@ -138,13 +133,9 @@ def build_cache(
     set_global_server_args_for_scheduler(server_args)
     pool: Any
     kv: Any
-    pools = sizes
-    if sizes.one_memory and not sizes.unified:  # either kind may have all bytes
-        tokens = sizes.budget // sizes.token_bytes // sizes.page * sizes.page
-        sizes = replace(sizes, kv=tokens, states=sizes.budget // sizes.state_bytes)
     shape: dict[str, Any] = {"dtype": torch.bfloat16, "head_num": 1, "head_dim": sizes.row}
     allocator: Any = None
-    if sizes.unified:
+    if sizes.one_memory:
         pool, allocator = unified_pool(sizes, device)
         kv = allocator.get_kvcache()
     elif sizes.states:
@@ -198,8 +189,6 @@ def build_cache(
     where = {"dtype": torch.bfloat16, "device": device, "kvcache": kv, "need_sort": False}
     if allocator is not None:
         pass  # it came with its pools
-    elif sizes.one_memory:
-        allocator = one_memory(pools, pool, kv)
     elif sizes.window:
         sizes_of_both = {"size": sizes.kv, "size_swa": sizes.kv_of_windows}
         allocator = SWATokenToKVPoolAllocator(page_size=sizes.page, **sizes_of_both, **where)
@@ -244,29 +233,6 @@ def _components(sizes: Sizes) -> tuple[ComponentType, ...]:
     return tuple(kind for kind, is_there in given.items() if is_there)
 
 
-def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:
-    """Allocators that share the bytes of pools of these sizes; the states' replaces the pool's."""
-    account = Account(sizes.budget)
-    pages = GranulePool(
-        account,
-        MemoryKind.KV,
-        granules=kv.size // sizes.page,
-        per_granule=1,
-        id_bytes=sizes.page * sizes.token_bytes,
-    )
-    slots = GranulePool(
-        account,
-        MemoryKind.STATES,
-        granules=pool.mamba_pool.size,
-        per_granule=1,
-        id_bytes=sizes.state_bytes,
-    )
-    pool.mamba_allocator = OneMemorySlots(slots)
-    if sizes.page == 1:
-        return OneMemoryTokens(pages, slots, torch.bfloat16, kv)
-    return OneMemoryPages(pages, slots, sizes.page, torch.bfloat16, kv)
-
-
 def state_of(*, width: int, head: int, size: int) -> Mamba2CacheParams:
     """A layer with one head: `width + 2 * size` values of a window, and `head * size` of a state,
     in bfloat16.
@@ -292,13 +258,16 @@ def unified_pool(sizes: Sizes, device: str = "cpu") -> tuple[Any, Any]:
     """
     if device == "cpu":
         torch.cuda.current_stream = transfer_streams.current_stream  # type: ignore[assignment]
-    state = state_of(width=96, head=96, size=48)
+    row = max(8, sizes.row)
+    head = max(1, (sizes.state_bytes // 2 - 2 * row) // (row + 1))
+    state = state_of(width=sizes.state_bytes // 2 - 2 * row - head * row, head=head, size=row)
     assert sizes.state_bytes == state.mamba_cache_per_req
+    padding = -(-max(sizes.state_bytes, sizes.page * sizes.token_bytes) // sizes.state_bytes)
     bundle = init_unified_mamba_pools(
         device=device,
         kv_cache_dtype=torch.bfloat16,
         head_num=1,
-        head_dim=8,
+        head_dim=row,
         page_size=sizes.page,
         start_layer=0,
         end_layer=2,
@@ -310,7 +279,7 @@ def unified_pool(sizes: Sizes, device: str = "cpu") -> tuple[Any, Any]:
         model_context_len=sizes.context,
         extra_max_context_len=0,
         max_total_num_tokens=sizes.kv,
-        max_mamba_cache_size=sizes.states + 1,  # the first row is for padding
+        max_mamba_cache_size=sizes.states + padding,  # the first rows
         max_num_reqs=sizes.rows,
         enable_memory_saver=False,
         enable_mamba_extra_buffer=sizes.extra_buffer,

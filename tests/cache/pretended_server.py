@@ -238,7 +238,7 @@ class PretendedServer(TieredServer):
 
         self.forwards.wait_stream(self.gpu.schedule)
         self.forwards.give(run)
-        if self.sizes.unified:  # what the scheduler tells SGLang's pool after a forward
+        if self.sizes.one_memory:  # what the scheduler tells SGLang's pool after a forward
             done = self.gpu.Event()
             done.record(self.forwards)
             self.allocator.set_latest_forward_done_event(done)

@@ -28,7 +28,7 @@ from tests.cache.tiers import SLOW
 TWO_POOLS = Sizes(states=7, kv=160, rows=6, context=128)
 SIZES = {
     "two pools": TWO_POOLS,
-    "one memory": replace(TWO_POOLS, one_memory=True, state_bytes=160),
+    "one memory": replace(TWO_POOLS, one_memory=True, state_tokens=20),
 }
 Start = Callable[..., AbstractContextManager[DiskServer]]
 

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.checkpoints.last_hidden import Answers, Wanted
 from tests.cache.backends import options
-from tests.cache.driver import UNIFIED, Server, Sizes
+from tests.cache.driver import ONE_MEMORY, Server, Sizes
 from tests.cache.test_rules import node, run
 
 PROMPT = run(40)
@@ -37,7 +37,7 @@ def kept(it: Server) -> int:
     return int(info["kept"])
 
 
-@pytest.mark.parametrize("memory", [{}, {"one_memory": True}, UNIFIED])
+@pytest.mark.parametrize("memory", [{}, {"one_memory": True}, ONE_MEMORY])
 @pytest.mark.parametrize("extra_buffer", [False, True])
 def test_the_third_time_needs_no_forward(memory: dict[str, Any], extra_buffer: bool) -> None:
     it = server(extra_buffer=extra_buffer, grid=64 if extra_buffer else 1, **memory)

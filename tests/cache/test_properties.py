@@ -32,7 +32,7 @@ CONFIGS = {
     "extra_buffer, pages of 16": Sizes(
         states=14, kv=640, page=16, extra_buffer=True, grid=16, rows=6, context=256
     ),
-    "one memory": Sizes(states=7, kv=192, rows=6, context=128, one_memory=True, state_bytes=160),
+    "one memory": Sizes(states=7, kv=192, rows=6, context=128, one_memory=True, state_tokens=20),
     "one memory, extra_buffer, pages of 4": Sizes(
         states=14,
         kv=256,
@@ -42,7 +42,7 @@ CONFIGS = {
         rows=6,
         context=128,
         one_memory=True,
-        state_bytes=96,
+        state_tokens=12,
     ),
 }
 CODED = {

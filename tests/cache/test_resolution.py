@@ -69,6 +69,7 @@ def test_one_memory_is_refused_where_states_would_go_to_a_copy(
         ({"uses_mamba_radix_cache": False}, "a model without recurrent states"),
         ({"windows": True}, "a model with sliding windows"),
         ({"enable_unified_memory": True}, "one memory on a GPU; use --hybrid-memory split"),
+        ({"enable_unified_memory": True, "on_cpu": True}, None),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"),
         ({"pp_size": 2}, "--pp-size 2"),
         ({"dcp_size": 2}, "--dcp-size 2"),
@@ -91,6 +92,7 @@ def test_where_entries_cannot_be_coded_on_the_device(
     monkeypatch.setattr(
         resolution, "_has_windows_beside_states", lambda args: "windows" in vars(args)
     )
+    monkeypatch.setattr(resolution, "serves_on_cpu", lambda: "on_cpu" in given)
     resolution.check_device_codec(view)  # nothing is coded by default
     monkeypatch.setenv("SGLANG_HYBRID_DEVICE_CODEC", "int8")
     if said is None:

@@ -26,13 +26,14 @@ from sglang_hybrid.cache.request.positions import shifted
 from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
 from sglang_hybrid.cache.tiers.background_copies import Offload
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
+from sglang_hybrid.serving import device_streams
 from sglang_hybrid.serving.requests.cache_fields import Imported
 from sglang_hybrid.serving.stored_keys import composed_key, segment_key
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
 from tests.cache.backends import options
-from tests.cache.driver import UNIFIED, Server, Sizes, build_cache
+from tests.cache.driver import ONE_MEMORY, Server, Sizes, build_cache
 from tests.cache.pretended_gpu import PACKAGES, Gpu, OnDevice
 from tests.cache.pretended_server import PretendedServer, plainly, pretend, pretended_server
 from tests.cache.test_tiers import serve_at_random
@@ -40,7 +41,7 @@ from tests.examples import seeds
 from tests.extensions.lab.simulation.tuner.traffic import conversations, requests, templates
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
-IN_SGLANGS_POOL = Sizes(states=7, kv=160, rows=6, context=128, **UNIFIED)
+IN_ONE_MEMORY = Sizes(states=7, kv=160, rows=6, context=128, **ONE_MEMORY)
 KV_ONLY = Sizes(states=0, kv=160, rows=6, context=128)
 SLOW = pytest.mark.slow
 
@@ -220,7 +221,7 @@ def test_waits_that_somebody_adds_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     "sizes",
     [
         SIZES,
-        pytest.param(IN_SGLANGS_POOL, id="SGLang's pool"),
+        pytest.param(IN_ONE_MEMORY, id="one memory"),
         pytest.param(KV_ONLY, id="attention only", marks=SLOW),
         pytest.param(
             Sizes(states=14, kv=256, page=4, extra_buffer=True, grid=4, rows=6, context=128),
@@ -250,19 +251,35 @@ def serve_late(
     return at
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(host_tier, "UnifiedAccount"), (MultiEndedAllocator, "_wait_hicache_transfers")],
-)
-def test_rows_of_sglangs_pool_are_cleared_and_moved_in_order(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+def without_order_before_clearing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a victim are cleared while they are copied to the host."""
+    copy, order = HostTierCache.copy_before_eviction, device_streams.order_behind
+
+    def copied(cache: Any, node: Any) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(host_tier, "order_behind", forwards_only)
+            copy(cache, node)
+
+    def forwards_only(event: Any, *streams: Any) -> None:
+        if streams:
+            order(event, *streams)
+
+    monkeypatch.setattr(HostTierCache, "copy_before_eviction", copied)
+
+
+def without_order_before_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MultiEndedAllocator, "_wait_hicache_transfers", lambda pool: None)
+
+
+@pytest.mark.parametrize("mistake", [without_order_before_clearing, without_order_before_moves])
+def test_rows_of_one_memory_are_cleared_and_moved_in_order(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     """Behind copies of what was there; without either order it is seen."""
-    nothing: Any = type("Nobody", (), {}) if owner is host_tier else lambda pool: None
-    monkeypatch.setattr(owner, name, nothing)
+    mistake(monkeypatch)
     with pytest.raises(AssertionError, match=r"other tokens|another prefix"):
         for seed in range(24):
-            serve_late(monkeypatch, "write_back", seed, IN_SGLANGS_POOL)
+            serve_late(monkeypatch, "write_back", seed, IN_ONE_MEMORY)
 
 
 def test_without_overlap_scheduling_the_order_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_the_last_token_is_not_applied_twice() -> None:
 
 def test_the_host_has_room_for_states_by_their_number() -> None:
     """[sglang 39436, 29034] Large states do not take the room of KV."""
-    sizes = replace(ROOM, states=20, kv=16_384, one_memory=True, state_bytes=2_048)
+    sizes = replace(ROOM, states=20, kv=16_384, one_memory=True, state_tokens=256)
     at = server(sizes, ratio=2.0)
     pools = at.cache.host_pool_group
     kv, states = (at.cache.components[kind] for kind in (ComponentType.FULL, ComponentType.MAMBA))

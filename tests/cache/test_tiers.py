@@ -19,16 +19,16 @@ from sglang_hybrid.extensions.cpu.ops import transfer_streams
 from sglang_hybrid.serving.startup import StartupError
 from tests.cache import tiers
 from tests.cache.backends import options
-from tests.cache.driver import UNIFIED, Sizes
+from tests.cache.driver import ONE_MEMORY, Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache, set_speeds
 from tests.examples import seeds
 
 SIZES = {
     "two pools": Sizes(states=7, kv=160, rows=6, context=128),
-    "one memory": Sizes(states=7, kv=160, rows=6, context=128, one_memory=True, state_bytes=160),
+    "one memory": Sizes(states=7, kv=160, rows=6, context=128, one_memory=True, state_tokens=20),
     "pages of 4": Sizes(states=14, kv=256, page=4, extra_buffer=True, grid=4, rows=6, context=128),
     "attention only": Sizes(states=0, kv=160, rows=6, context=128),
-    "SGLang's pool": Sizes(states=5, kv=160, rows=6, context=128, **UNIFIED),
+    "one memory, large states": Sizes(states=5, kv=160, rows=6, context=128, **ONE_MEMORY),
 }
 WRITES = ("write_through", "write_through_selective", "write_back")
 
@@ -67,7 +67,7 @@ def serve_at_random(server: TieredServer, seed: int, requests: int) -> None:
 
 
 SLOW = pytest.mark.slow
-QUICK = ("one memory", "SGLang's pool")
+QUICK = ("one memory", "one memory, large states")
 LINKS = [
     pytest.param(None, id="prompt copies", marks=SLOW),
     pytest.param(Link(1e9, 2e-3), id="copies that take time"),
@@ -94,7 +94,7 @@ def test_every_request_resumes_from_its_own_prefix(sizes: Sizes, writes: str) ->
     loads = 0
     for seed in seeds(2):
         server = TieredServer.on(sizes, options("reuse"), 0 if seed % 2 else 16, policy=writes)
-        if sizes.unified:  # its states are large
+        if sizes.one_memory:  # its states are large
             set_speeds(server.cache, tiers.SLOW)
         serve_at_random(server, seed, 25)
         loads += server.loads

@@ -190,8 +190,8 @@ class TieredServer(Server):
             tensor[:, self._row_of(int(slot))] = mark(tokens)
 
     def _rows_of(self, places: torch.Tensor) -> torch.Tensor:
-        """Where these ids of tokens lie now: they are rows, or name them in SGLang's pool."""
-        return self.allocator.translate_kv_loc(places) if self.sizes.unified else places
+        """Where these ids of tokens lie now: they are rows, or name them in one memory."""
+        return self.allocator.translate_kv_loc(places) if self.sizes.one_memory else places
 
     def _row_of(self, slot: int) -> int:
         """The same of a state; nowhere is the row for padding."""

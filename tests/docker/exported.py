@@ -8,7 +8,6 @@ from unittest.mock import MagicMock
 
 from prometheus_client import CollectorRegistry
 
-from sglang_hybrid.core.memory.account import Account
 from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.core.records.pins import Pins
 from sglang_hybrid.core.returns.answer_models import AnswerModels
@@ -17,7 +16,7 @@ from sglang_hybrid.extensions.router.metrics import RouterMetrics
 from sglang_hybrid.serving.telemetry.metrics import TUNER, cache_metrics
 from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
 from sglang_hybrid.serving.telemetry.tiers import TierStats
-from tests.serving.telemetry.test_metrics import Cache
+from tests.serving.telemetry.test_metrics import Bytes, Cache
 
 
 def exported(registry: CollectorRegistry) -> set[str]:
@@ -27,7 +26,7 @@ def exported(registry: CollectorRegistry) -> set[str]:
         "leaf"
     ] = 1
     cache.pins, cache.recorded = Pins(), {"written": 0, "left_out": 0}
-    cache.answers, cache.account, cache.tier_stats = AnswerModels(), Account(1), TierStats()
+    cache.answers, cache.account, cache.tier_stats = AnswerModels(), Bytes(), TierStats()
     cache.schedule_stats = ScheduleStats(loads=LoadCounts())
     cache.schedule_stats.started["nothing"] = cache.schedule_stats.bound_reached["seconds"] = 1
     cache_metrics(cache).update()

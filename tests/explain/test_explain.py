@@ -237,7 +237,7 @@ def test_evicted_when_kv_ran_short() -> None:
 
 def test_evicted_when_one_memory_ran_short() -> None:
     """Neither kind has a pool that could be larger."""
-    it = server(kv=300, states=4, one_memory=True, state_bytes=160)
+    it = server(kv=300, states=4, one_memory=True, state_tokens=20)
     serve(it, 150, 0, 1, 2, 3)
     report = explain(it, [*run(150), 9])
     assert unstored(report).why is UnstoredReason.EVICTED
@@ -246,12 +246,12 @@ def test_evicted_when_one_memory_ran_short() -> None:
 
 
 def test_one_memory_does_not_tell_what_other_tenants_store() -> None:
-    it = server(kv=2_000, states=4, one_memory=True, state_bytes=160)
+    it = server(kv=2_000, states=4, one_memory=True, state_tokens=20)
     before = explain(it, run(9), cache_salt="b").cache
     for k in range(1, 4):
         it.serve(run(100, k), [7], cache_salt="a")
     assert explain(it, run(9), cache_salt="b").cache == before
-    assert before.kv_room == it.sizes.budget // 8
+    assert before.kv_room == it.sizes.budget // it.sizes.token_bytes
 
 
 def test_kv_that_went_so_long_ago_that_only_the_history_knows() -> None:

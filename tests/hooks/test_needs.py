@@ -19,7 +19,7 @@ from sglang_hybrid.hooks.patching import load_patches
 from sglang_hybrid.hooks.sources import Sources, load_hashes, paths_of
 from sglang_hybrid.hooks.table import HOOKS
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.flag_values import CodecChoice, FullHit, Memory, Ui
+from sglang_hybrid.serving.flag_values import CodecChoice, FullHit, Ui
 from tests.hooks.changed import (
     commented,
     copy_changed,
@@ -166,7 +166,6 @@ FLAGS: list[tuple[Need, dict[str, Any], dict[str, Any]]] = [
     (Need.KEYS, {"api_key": "sk"}, {}),
     (Need.KEYS, {"admin_api_key": "adm"}, {}),
     (Need.FULL_HITS, {}, {"hybrid_full_hit": FullHit.ON}),
-    (Need.ONE_MEMORY, {}, {"hybrid_memory": Memory.ONE}),
     (Need.SMALLER_COPIES, {}, {"hybrid_tier_codec": CodecChoice("int8")}),
     (Need.PROMPTS, {}, {"hybrid_prewarm": "file"}),
     (Need.PROMPTS, {}, {"hybrid_ui": Ui.LENGTHS}),

@@ -1,4 +1,4 @@
-"""What a server on a GPU says of the pools of KV and states."""
+"""Hooks on SGLang's pools of KV and states."""
 
 from __future__ import annotations
 
@@ -9,31 +9,16 @@ import pytest
 from sglang.srt import runtime_context
 
 from sglang_hybrid.hooks import pools
-from sglang_hybrid.serving import devices
-from sglang_hybrid.serving.startup import StartupError
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A configurator of a model with states there."""
-    memory = SimpleNamespace(radix_cache_backend="hybrid", enable_unified_memory=False)
-    monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
-    monkeypatch.setattr(devices, "serves_on_cpu", lambda: False)
-    return SimpleNamespace(mambaish_config=object(), is_draft_worker=False)
-
-
-def test_one_memory_that_cannot_be_is_refused(
-    on_a_gpu: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", ["hybrid", None])
+def test_one_memory_sets_nothing_aside_and_moves_behind_copies(
+    backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SGLANG_HYBRID_MEMORY", "one")
-    for config, why in (
-        (None, "the model has no recurrent states"),
-        (1, "there is no prefix cache"),
-    ):
-        on_a_gpu.mambaish_config = config
-        with pytest.raises(
-            StartupError, match=f"^--hybrid-memory one cannot be: {why}; use .* spl"
-        ):
-            pools.plan_one_memory(lambda _: "sizes", on_a_gpu)
-    monkeypatch.setenv("SGLANG_HYBRID_MEMORY", "split")
-    assert pools.plan_one_memory(lambda _: "sizes", on_a_gpu) == "sizes"
+    """SGLang's own cache keeps what SGLang does."""
+    memory = SimpleNamespace(radix_cache_backend=backend)
+    monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
+    told: list[Any] = []
+    pools.set_nothing_aside(lambda _, requests: told.append(requests), None, 20)
+    pools.move_behind_copies(lambda _, blocked: told.append(blocked), None, "a gate")
+    assert told == ([0] if backend else [20, "a gate"])

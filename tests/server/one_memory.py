@@ -1,19 +1,14 @@
-"""The content of a server's one memory, by its own account and by the system's."""
+"""The content of a server's one memory, by its own account."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import hybrid_cache
 
-SGLANGS_POOL = ("--enable-unified-memory",)
-"""KV and states in SGLang's unified memory pool."""
-
-PAGES_OF_OTHERS = 64 << 10
-"""Bytes on the pages that rows for padding are written to."""
+TWO_POOLS = ("--hybrid-memory", "split")
+ONE_MEMORY = ("--hybrid-memory", "one")
 
 
 def memory(server: ServerProcess) -> dict[str, Any]:
@@ -22,8 +17,7 @@ def memory(server: ServerProcess) -> dict[str, Any]:
 
 
 def conserved(info: dict[str, Any]) -> bool:
-    taken = sum(info["used"].values()) + sum(info["waste"].values())
-    return taken + info["free"] == info["budget"]
+    return sum(info["used"].values()) + info["free"] == info["budget"]
 
 
 def all_is_free(seen: dict[str, Any], slots: int) -> bool:
@@ -32,15 +26,3 @@ def all_is_free(seen: dict[str, Any], slots: int) -> bool:
     if account is None:
         return seen["state_slots_free"] == slots
     return account["free"] == account["budget"] and not any(account["used"].values())
-
-
-def pool_memory(server: ServerProcess) -> int:
-    """Physical bytes behind the pools: of mappings without reserve and without huge pages."""
-    total = 0
-    for process in server.processes():
-        text = Path(f"/proc/{process.pid}/smaps").read_text()
-        for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
-            flags = re.search(r"^VmFlags: (.*)$", mapping, re.MULTILINE)
-            if flags and {"nr", "nh"} <= set(flags.group(1).split()):
-                total += 1024 * int(re.search(r"^Rss:\s+(\d+)", mapping, re.MULTILINE).group(1))
-    return total

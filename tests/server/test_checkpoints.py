@@ -34,7 +34,7 @@ from tests.server.client import (
     until,
 )
 from tests.server.expected import agree, expect
-from tests.server.one_memory import SGLANGS_POOL
+from tests.server.one_memory import TWO_POOLS
 
 NEW_TOKENS = 6
 
@@ -339,9 +339,9 @@ CONFIGURATIONS = {
     "requests at every fourth step": ("--scheduler-recv-interval", "4"),
     "two tokenizers": ("--tokenizer-worker-num", "2"),
     "without a tokenizer": ("--skip-tokenizer-init",),
-    "SGLang's pool": SGLANGS_POOL,
-    "SGLang's pool, page 16": (*SGLANGS_POOL, "--page-size", "16"),
-    "SGLang's pool, two ranks": (*SGLANGS_POOL, "--tp-size", "2"),
+    "two pools": TWO_POOLS,
+    "two pools, page 16": (*TWO_POOLS, "--page-size", "16"),
+    "two pools, two ranks": (*TWO_POOLS, "--tp-size", "2"),
     SPLIT: (),
 }
 WITHOUT_EXTRA_BUFFER = (
@@ -353,10 +353,10 @@ IN_STAGES = ("nemotron-h", "nemotron-3", "kimi-linear", "qwen3.5")
 """Models that SGLang can divide into the stages of a pipeline."""
 ON_ONE_RANK = ("jet-nemotron", "minicpm-sala")
 """Models whose layers SGLang cannot divide, or answers wrongly with on several ranks."""
-WITHOUT_SGLANGS_POOL = ("mamba2", "falcon-mamba", "qwen4-exp", "glm-5-next", "jet-nemotron")
+WITHOUT_ONE_MEMORY = ("mamba2", "falcon-mamba", "qwen4-exp", "glm-5-next", "jet-nemotron")
 OF_EVERY_KIND = (
     *("chunks of 128", "page 16", "lazy", "no buffer", "two ranks", "two stages"),
-    "SGLang's pool",
+    "two pools",
 )
 MATRIX = [
     (architecture, configuration)
@@ -370,7 +370,7 @@ MATRIX = [
     and not (architecture == DEFAULT_ARCHITECTURE and configuration == "default")
     and not (configuration == "two stages" and architecture not in IN_STAGES)
     and not ("two ranks" in configuration and architecture in ON_ONE_RANK)
-    and not (configuration == "SGLang's pool" and architecture in WITHOUT_SGLANGS_POOL)
+    and not (configuration == "two pools" and architecture in WITHOUT_ONE_MEMORY)
     and not (
         architecture in WITHOUT_EXTRA_BUFFER
         and any(word in configuration for word in ("page 16", "lazy", "extra buffer"))

@@ -13,7 +13,7 @@ import pytest
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import Serve, ask, cached, hybrid_cache, logprobs, metric, said, same
 from tests.server.crowd import Crowd
-from tests.server.one_memory import all_is_free
+from tests.server.one_memory import ONE_MEMORY, TWO_POOLS, all_is_free
 from tests.server.soak import Watched
 from tests.server.test_soak import CHECKED, CODED, answers_stand, emptied
 
@@ -38,8 +38,8 @@ FLAGS = (
     *("--hybrid-disk-mb", str(DISK_MB)),
 )
 CONFIGURATIONS = {
-    "two pools": ("--hybrid-memory", "split"),
-    "one memory, window": ("--hybrid-memory", "one", "--hybrid-schedule", "window"),
+    "two pools": TWO_POOLS,
+    "one memory, window": (*ONE_MEMORY, "--hybrid-schedule", "window"),
 }
 WITHOUT_RETRACTIONS = {name: on for name, on in CHECKED.items() if "RETRACT" not in name}
 COUNTS = ("requests", "prompt_tokens", "hit_tokens", "kv_only_tokens")
@@ -71,16 +71,14 @@ def test_a_crowd(configuration: str, serve: Serve, seed: int, tmp_path: Path) ->
         assert said(server)
 
 
-CODED_FLAGS = (
-    *FLAGS[: FLAGS.index("--enable-hierarchical-cache")],
-    *("--hybrid-memory", "split", *CODED),
-)
+CODED_FLAGS = (*FLAGS[: FLAGS.index("--enable-hierarchical-cache")], *CODED)
 
 
-def test_a_crowd_on_coded_entries(serve: Serve, seed: int) -> None:
+@pytest.mark.parametrize("memory", [TWO_POOLS, ONE_MEMORY], ids=["two pools", "one memory"])
+def test_a_crowd_on_coded_entries(serve: Serve, memory: tuple[str, ...], seed: int) -> None:
     """All that a crowd does, and the end in its middle, where entries are coded on the device."""
-    environment = WITHOUT_RETRACTIONS
-    with serve(*CODED_FLAGS, module="tests.server.checked", environment=environment) as server:
+    flags, environment = (*CODED_FLAGS, *memory), WITHOUT_RETRACTIONS
+    with serve(*flags, module="tests.server.checked", environment=environment) as server:
         crowd = Crowd(server.url, seed)
         asyncio.run(crowd.stay(SECONDS))
         print(crowd.outcomes, len(crowd.kept))

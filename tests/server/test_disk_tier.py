@@ -33,7 +33,7 @@ from tests.server.client import (
     same,
     until,
 )
-from tests.server.one_memory import SGLANGS_POOL
+from tests.server.one_memory import TWO_POOLS
 
 FLAGS = (
     *("--max-total-tokens", "4000", "--max-mamba-cache-size", "16", "--enable-cache-report"),
@@ -134,8 +134,8 @@ STORED = (
 )
 RESTARTS = [
     *((architecture, page, (), ()) for architecture in STORED for page in ("1", "16")),
-    *(("nemotron-h", "16", SGLANGS_POOL, SGLANGS_POOL), ("nemotron-h", "1", (), SGLANGS_POOL)),
-    ("kimi-linear", "1", SGLANGS_POOL, ()),
+    *(("nemotron-h", "16", TWO_POOLS, TWO_POOLS), ("nemotron-h", "1", TWO_POOLS, ())),
+    ("kimi-linear", "1", (), TWO_POOLS),
 ]
 """A model, tokens of a page, and flags of the server that writes and of the one that reads."""
 

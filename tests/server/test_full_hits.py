@@ -28,7 +28,7 @@ from tests.server.client import (
     said,
     same,
 )
-from tests.server.one_memory import SGLANGS_POOL, all_is_free
+from tests.server.one_memory import TWO_POOLS, all_is_free
 from tests.server.repeats import LONGEST_ANSWER, WISHES, Repeats
 from tests.server.test_checkpoints import CONFIGURATIONS
 from tests.server.test_soak import CHECKED as SOAKED
@@ -46,7 +46,7 @@ MODELS = (
     "lfm2",
     "mamba2",
 )
-WITH = ("extra buffer", "chunks of 128", "lazy", "no overlap", "two ranks", "SGLang's pool")
+WITH = ("extra buffer", "chunks of 128", "lazy", "no overlap", "two ranks", "two pools")
 ROWS = [*((model, "default") for model in MODELS), *(("nemotron-h", each) for each in WITH)]
 
 
@@ -59,8 +59,7 @@ SMALL = (
 OFTEN = {**SOAKED, "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 LOADED = {
     "default": ("nemotron-h", ()),
-    "two pools": ("qwen3.5", ("--hybrid-memory", "split")),
-    "SGLang's pool": ("nemotron-h", SGLANGS_POOL),
+    "two pools": ("qwen3.5", TWO_POOLS),
     "no overlap": ("kimi-linear", ("--disable-overlap-schedule",)),
     "extra buffer": ("falcon-h1", CONFIGURATIONS["extra buffer"]),
 }

@@ -17,7 +17,7 @@ from tests.server.client import (
     random_prompt,
     same,
 )
-from tests.server.one_memory import SGLANGS_POOL
+from tests.server.one_memory import TWO_POOLS
 
 FLAGS = (
     *("--max-total-tokens", "2000", "--max-mamba-cache-size", "10", "--enable-cache-report"),
@@ -85,7 +85,7 @@ MIXTURES = [
     ("nemotron-h", ()),
     ("nemotron-h", ("--hicache-write-policy", "write_back")),
     ("nemotron-h", ("--hicache-write-policy", "write_through_selective")),
-    ("nemotron-h", ("--hybrid-memory", "split", *IN_PAGES)),
+    ("nemotron-h", (*TWO_POOLS, *IN_PAGES)),
     ("nemotron-h", ("--chunked-prefill-size", "128")),
     ("nemotron-h", ("--tp-size", "2")),
     ("nemotron-h", ("--pp-size", "2")),
@@ -99,15 +99,15 @@ MIXTURES = [
     ("ling-2.5", ()),
     ("glm-5-next", ()),
     ("kimi-linear", ()),
-    ("kimi-linear", ("--hybrid-memory", "split", "--page-size", "16", *IN_PAGES)),
+    ("kimi-linear", (*TWO_POOLS, "--page-size", "16", *IN_PAGES)),
     ("kimi-linear", ("--tp-size", "2")),
-    ("nemotron-h", SGLANGS_POOL),
-    ("nemotron-h", (*SGLANGS_POOL, "--hicache-write-policy", "write_back")),
-    ("nemotron-h", (*SGLANGS_POOL, "--chunked-prefill-size", "128")),
-    ("falcon-h1", (*SGLANGS_POOL, "--page-size", "16")),
-    ("qwen3-next", SGLANGS_POOL),
-    ("kimi-linear", SGLANGS_POOL),
-    ("kimi-linear", (*SGLANGS_POOL, "--tp-size", "2")),
+    ("nemotron-h", (*TWO_POOLS, "--hicache-write-policy", "write_back")),
+    ("nemotron-h", (*TWO_POOLS, "--chunked-prefill-size", "128")),
+    ("falcon-h1", (*TWO_POOLS, "--page-size", "16")),
+    ("qwen3-next", TWO_POOLS),
+    ("kimi-linear", TWO_POOLS),
+    ("kimi-linear", (*TWO_POOLS, "--tp-size", "2")),
+    ("qwen3-next", ()),
 ]
 
 

@@ -25,7 +25,7 @@ from sglang_hybrid.extensions.router import Replicas
 from sglang_hybrid.serving.server_process import ServerProcess, event_flags
 from tests.reference import load_reference
 from tests.server.client import TOLERANCE, Serve, cached, flush, logprobs, said, same
-from tests.server.one_memory import SGLANGS_POOL
+from tests.server.one_memory import TWO_POOLS
 
 pytestmark = pytest.mark.slow
 
@@ -367,7 +367,7 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
         (("--page-size", "16"), 16),
         (("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"), 1),
         (("--enable-mixed-chunk", "--chunked-prefill-size", "128"), 1),
-        (SGLANGS_POOL, 1),
+        (TWO_POOLS, 1),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -28,14 +28,7 @@ from tests.server.client import (
     random_prompt,
     same,
 )
-from tests.server.one_memory import (
-    PAGES_OF_OTHERS,
-    SGLANGS_POOL,
-    all_is_free,
-    conserved,
-    memory,
-    pool_memory,
-)
+from tests.server.one_memory import ONE_MEMORY, all_is_free, conserved, memory
 
 TOKENS, SLOTS = 6_000, 20
 FLAGS = (
@@ -45,7 +38,6 @@ FLAGS = (
 ROOM = {"kimi-linear": ("--max-total-tokens", "8000")}
 """More of it where a state is small: as many documents fit."""
 
-OURS = ("--hybrid-memory", "one")
 CHECKED = {
     **STRICT,
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
@@ -59,15 +51,11 @@ TOLD = ("--hybrid-eviction", "marconi:0.5", "--max-running-requests", "4")
 
 @pytest.fixture(
     scope="module",
-    params=[
-        *(("nemotron-h", OURS), ("kimi-linear", OURS)),
-        *(("nemotron-h", SGLANGS_POOL), ("kimi-linear", SGLANGS_POOL)),
-    ],
-    ids=lambda it: f"{it[0]} {it[1][0]}",
+    params=["nemotron-h", "kimi-linear"],
 )
 def server(serve: Serve, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    model, kind = request.param
-    flags = (*FLAGS, *TOLD, *kind, *ROOM.get(model, ()))
+    model = request.param
+    flags = (*FLAGS, *TOLD, *ONE_MEMORY, *ROOM.get(model, ()))
     with serve(*flags, of=model, environment=CHECKED) as running:
         yield running
 
@@ -144,15 +132,9 @@ def test_bytes_follow_the_traffic_and_answers_stay(server: ServerProcess) -> Non
         answers.append([ask(server.url, prompt, 4) for prompt in phase])
         info = memory(server)
         assert conserved(info)
-        assert pool_memory(server) <= info["resident"] + PAGES_OF_OTHERS
-        assert info["resident"] <= info["budget"]
         moved.append(dict(info["moved_to"]))
     assert moved[1]["states"] > moved[0]["states"]
     assert moved[2]["kv"] > moved[1]["kv"]
-    if "transitions" in info:  # of SGLang's pool nobody knows them
-        assert info["failed_moves"] == 0
-        states = [transition["after"] for transition in info["transitions"]]
-        assert {"rebalancing", "balanced"} <= set(states)
     assert min(sum(map(bool, map(cached, phase))) for phase in answers) >= 3
     for phase, records in zip(phases, answers, strict=True):
         for prompt, warm in list(zip(phase, records, strict=True))[-3:]:
@@ -169,22 +151,13 @@ def test_metrics_say_the_same(server: ServerProcess) -> None:
         used = metric(server.url, f'memory_bytes\\{{.*kind="{kind}".*part="used".*\\}}')
         assert used == info["used"][kind]
     assert metric(server.url, "memory_moves_total") == info["moves"] > 0
-    if "state" not in info:
-        return
-    assert metric(server.url, "memory_failed_moves_total") == 0
-    assert metric(server.url, 'memory_state\\{.*state="balanced".*\\}') == (
-        info["state"] == "balanced"
-    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
-@pytest.mark.parametrize("kind", [OURS, SGLANGS_POOL], ids=["ours", "SGLang's"])
 @pytest.mark.parametrize("page", [1, 16])
-def test_nothing_leaks_in_a_soak(serve: Serve, page: int, kind: tuple[str, ...]) -> None:
-    """800 requests, eight at once, of every length: at the end all bytes come back, and resident
-    memory never passed the budget.
-    """
+def test_nothing_leaks_in_a_soak(serve: Serve, page: int) -> None:
+    """800 requests, eight at once, of every length: at the end all bytes come back."""
     rng = random.Random(5)
     texts = [random_prompt(rng.randrange(20, 2_000), seed=i) for i in range(40)]
 
@@ -193,14 +166,13 @@ def test_nothing_leaks_in_a_soak(serve: Serve, page: int, kind: tuple[str, ...])
         prompt = text[: 1 + number * 37 % len(text)] + random_prompt(3, seed=10_000 + number)
         return ask(running.url, prompt, 1 + number % 40)
 
-    with serve(*FLAGS, *kind, "--page-size", str(page)) as running:
+    with serve(*FLAGS, *ONE_MEMORY, "--page-size", str(page)) as running:
         for start in range(0, 800, 100):
             with ThreadPoolExecutor(8) as pool:
                 made = completed(pool.map(one, range(start, start + 100)))
             assert made == [1 + number % 40 for number in range(start, start + 100)]
             info = memory(running)
             assert conserved(info)
-            assert pool_memory(running) <= info["budget"] + PAGES_OF_OTHERS
         assert min(info["moved_to"].values()) > 0
         flush(running.url)
         assert all_is_free(hybrid_cache(running.url), SLOTS)
@@ -211,12 +183,11 @@ def test_nothing_leaks_in_a_soak(serve: Serve, page: int, kind: tuple[str, ...])
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", [OURS, SGLANGS_POOL], ids=["ours", "SGLang's"])
-def test_two_ranks_evict_and_move_alike(serve: Serve, kind: tuple[str, ...]) -> None:
+def test_two_ranks_evict_and_move_alike(serve: Serve) -> None:
     """SGLang's checker ends the server at the first eviction in which the ranks differ."""
     prompts = [*documents(0), *sessions(1_000), *documents(2_000)]
     checked = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
-    with serve(*FLAGS, *kind, "--tp-size", "2", environment=checked) as server:
+    with serve(*FLAGS, *ONE_MEMORY, "--tp-size", "2", environment=checked) as server:
         with ThreadPoolExecutor(3) as pool:
             records = pool.map(lambda prompt: ask(server.url, prompt, 4), prompts)
             assert completed(records) == [4] * len(prompts)
@@ -240,6 +211,6 @@ def test_two_ranks_evict_and_move_alike(serve: Serve, kind: tuple[str, ...]) -> 
 )
 def test_what_cannot_be_is_one_sentence(serve: Serve, flags: tuple[str, ...], words: str) -> None:
     one_slot = {"SGLANG_HYBRID_SLOTS_PER_REQUEST": "1"}
-    server = serve(*OURS, *flags, environment=one_slot)
+    server = serve(*ONE_MEMORY, *flags, environment=one_slot)
     with pytest.raises(ServerFailed, match=words), server:
         pass

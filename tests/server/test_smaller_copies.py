@@ -13,15 +13,15 @@ import requests
 
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import TOLERANCE, Serve, ask, cached, logprobs, random_prompt, same
-from tests.server.one_memory import SGLANGS_POOL
+from tests.server.one_memory import ONE_MEMORY, TWO_POOLS
 from tests.server.test_host_tier import FLAGS, PROMPTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module", params=["one memory", "SGLang's pool"])
+@pytest.fixture(scope="module", params=["one memory", "two pools"])
 def int8(serve: Serve, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    pool = () if request.param == "one memory" else SGLANGS_POOL
+    pool = ONE_MEMORY if request.param == "one memory" else TWO_POOLS
     with serve(*FLAGS, *pool, "--hybrid-tier-codec", "int8") as server:
         yield server
 

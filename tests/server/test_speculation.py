@@ -20,7 +20,7 @@ from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import Serve, ask, flush, random_prompt, said, same
 from tests.server.draft_heads import SAID, Headed, question
 from tests.server.expected import agree, expect
-from tests.server.one_memory import SGLANGS_POOL
+from tests.server.one_memory import ONE_MEMORY
 from tests.server.test_checkpoints import (
     cases,
     page_and_chunk,
@@ -67,7 +67,7 @@ def says_the_same(url: str, headed: Headed) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool", [(), SGLANGS_POOL], ids=["two pools", "SGLang's pool"])
+@pytest.mark.parametrize("pool", [(), ONE_MEMORY], ids=["two pools", "one memory"])
 def test_a_draft_head_changes_nothing(headed: Headed, pool: tuple[str, ...]) -> None:
     """Neither what is said nor what is hit; some of its tokens are accepted, and some are not."""
     with ServerProcess(["--model-path", str(headed.directory), *HEAD, *pool]) as server:

@@ -25,7 +25,7 @@ from tests.server.client import (
     send,
     until,
 )
-from tests.server.one_memory import SGLANGS_POOL
+from tests.server.one_memory import TWO_POOLS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -35,8 +35,7 @@ SESSIONS, TURNS, NEW_TOKENS = 4, 4, 12
 
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "default": (),
-    "two pools": ("--hybrid-memory", "split"),
-    "SGLang's pool": SGLANGS_POOL,
+    "two pools": TWO_POOLS,
     "extra buffer": ("--mamba-radix-cache-strategy", "extra_buffer"),
     "page 16": ("--page-size", "16"),
     "chunks of 128": ("--chunked-prefill-size", "128"),

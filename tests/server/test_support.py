@@ -71,7 +71,7 @@ FEATURES = [
     Feature("requests at every fourth step", CONFIGURATIONS["requests at every fourth step"]),
     Feature("several tokenizers", CONFIGURATIONS["two tokenizers"]),
     Feature("no tokenizer", CONFIGURATIONS["without a tokenizer"]),
-    Feature("one memory, of SGLang", CONFIGURATIONS["SGLang's pool"]),
+    Feature("one memory", ("--enable-unified-memory",)),
     Feature("host memory", ("--enable-hierarchical-cache", "--hicache-ratio", "2")),
     Feature("priorities", ("--enable-priority-scheduling",)),
     Feature("a window over the queue", ("--hybrid-schedule", "window")),

@@ -246,7 +246,6 @@ def test_two_schedules_contradict_each_other(tmp_path: Path) -> None:
     [
         ({"enable_hierarchical_cache": True}, "auto", "--enable-hierarchical-cache: what the devi"),
         ({"speculative_algorithm": "NGRAM"}, "auto", "--speculative-algorithm: the KV of drafts"),
-        ({"enable_unified_memory": True}, "auto", "--enable-unified-memory: rows of SGLang's"),
         ({}, "sglang-lru", "needs a --hybrid-eviction of its own"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sglang_hybrid.storage.codecs import in_place
 from sglang_hybrid.storage.codecs.codecs import Codec
-from sglang_hybrid.storage.codecs.in_place import InPlace
+from sglang_hybrid.storage.codecs.in_place import InPlace, Names
 from tests.examples import examples
 
 SLOTS = 12
@@ -122,3 +122,27 @@ def test_layers_together_are_layers_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(in_place, "BYTES_AT_ONCE", 1)
     InPlace(one_by_one, [], Codec.INT8).encode(slots, places, parts)
     assert torch.equal(states.view(torch.uint8), torch.cat(one_by_one).view(torch.uint8))
+
+
+def test_slots_that_name_rows_which_move() -> None:
+    """More slots than rows, as in one memory. What lies beside the pool stays with its slot."""
+    state, window = pool(torch.float32, 2, 4, 16), pool(torch.float32, 7, 3)
+    before = state.clone(), window.clone()
+    table = torch.full((40,), -1)
+    table[20:32] = torch.randperm(SLOTS)
+    names = Names(len(table), lambda slots: table[slots])
+    rows = InPlace([state[None]], [window[None]], Codec.INT8, names)
+    slots, place, parts = torch.arange(20, 24), torch.tensor([20] * 4), torch.arange(4)
+    was = table[slots].tolist()
+    rows.encode(slots, place, parts)
+    for tensor in (state, window):  # the row of slot 20 moves to that of slot 31
+        tensor[table[31]] = tensor[table[20]]
+    table[31], table[20] = table[20].item(), table[31].item()
+    rows.move(place[:1], parts[:1], torch.tensor([30]), parts[3:])
+    for number, row in enumerate(was):
+        at, part = (30, 3) if number == 0 else (20, number)
+        rows.decode(torch.tensor([at]), torch.tensor([part]), torch.tensor([25]))
+        error = (state[table[25]] - before[0][row]).abs()
+        assert (error <= bound(Codec.INT8, before[0][row]) + 1e-7).all()
+        error = (window[table[25]] - before[1][row]).abs()
+        assert error.max() <= before[1][row].abs().max() / 127

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
 from sglang_hybrid.cache.coded.groups import Group, Groups
+from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.core.records.coded_edges import CodedEdge, CodedEdges
 from sglang_hybrid.serving.startup import StartupError
 from sglang_hybrid.storage.codecs.coded_pools import CodecRefused, kv_tensors
@@ -49,14 +50,25 @@ class CodedEntries:
         asked = f"--hybrid-device-codec {codecs}"
         kv_pool = params.token_to_kv_pool_allocator.get_kvcache()
         kv_pool = getattr(kv_pool, "full_kv_pool", kv_pool)
+        memory = shared_memory(params.token_to_kv_pool_allocator)
         try:
             layers = kv_tensors(kv_pool.get_device_pool_infos()[0].buffer_info, asked)
         except CodecRefused as refused:
             raise StartupError(str(refused)) from None
-        self._kv = InPlace([tensor[None] for layer in layers for tensor in layer], [], codecs.kv[0])
+        self._kv = InPlace(
+            [tensor[None] for layer in layers for tensor in layer],
+            [],
+            codecs.kv[0],
+            None if memory is None else memory.kv_names,
+        )
         states = params.req_to_token_pool.mamba_pool.mamba_cache
         windows = [window for window in states.conv if window.numel()]
-        self._states = InPlace([states.temporal], windows, codecs.states[0])
+        self._states = InPlace(
+            [states.temporal],
+            windows,
+            codecs.states[0],
+            None if memory is None else memory.state_names,
+        )
         if self._kv.parts == self._states.parts == 1:
             raise StartupError(
                 f"{asked} makes neither KV nor states of this model smaller; leave it out."

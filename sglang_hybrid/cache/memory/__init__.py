@@ -1,1 +1,1 @@
-"""One memory for KV and states: the pages behind it, and SGLang's allocators on top."""
+"""One memory for KV and states: SGLang's unified pool, as the cache sees it."""

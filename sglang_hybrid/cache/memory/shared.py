@@ -9,13 +9,10 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from sglang_hybrid.cache.memory.unified import UnifiedMemory
 from sglang_hybrid.core.memory.account import MemoryKind
-from sglang_hybrid.core.memory.shared import SharedMemory
 
 
-def shared_memory(allocator: Any) -> SharedMemory | None:
+def shared_memory(allocator: Any) -> UnifiedMemory | None:
     """The memory behind SGLang's allocator of KV; None if KV has a pool of its own."""
-    if isinstance(allocator, SharedMemory):
-        return allocator
     if isinstance(allocator, UnifiedMambaTokenToKVPoolAllocator):
         return UnifiedMemory(allocator)
     return None
@@ -29,17 +26,17 @@ class SharedBudget(PrefillBudget):
         sglangs: the budget that SGLang's adder has made, of KV alone; its offsets go on.
     """
 
-    def __init__(self, memory: SharedMemory, sglangs: PrefillBudget) -> None:
+    def __init__(self, memory: UnifiedMemory, sglangs: PrefillBudget) -> None:
         super().__init__(sglangs.allocator, sglangs.tree_cache)
         self.memory = memory
         self.total_offset = sglangs.total_offset
         self.current_offset = sglangs.current_offset
 
     def _available_and_evictable(self) -> int:
-        """A granule may stay partly used, so one is left out."""
+        """A page may stay partly used, so one is left out."""
         memory = self.memory
         tokens = (memory.free_bytes + self._evictable_states()) // memory.token_bytes
-        return int(tokens + self.tree_cache.full_evictable_size()) - memory.granule_tokens + 1
+        return int(tokens + self.tree_cache.full_evictable_size()) - memory.page_tokens + 1
 
     def slots_as_tokens(self, slots: int) -> int:
         """Tokens whose bytes hold so many states."""
@@ -47,13 +44,12 @@ class SharedBudget(PrefillBudget):
 
     def slots_fit(self, slots: int, prefix_len: int) -> bool:
         """True if there would be room for so many states beside what has been admitted, if all were
-        evicted that may be, but for a prefix of `prefix_len` tokens. A state needs whole granules.
+        evicted that may be, but for a prefix of `prefix_len` tokens. A state needs whole pages.
         """
         memory, account = self.memory, self.memory.account
-        held = memory.held_granules(int(self.tree_cache.full_evictable_size()), prefix_len)
-        states = account.used[MemoryKind.STATES] + account.waste[MemoryKind.STATES]
-        states -= self._evictable_states()
-        room = account.budget - held * memory.granule_tokens * memory.token_bytes - states
+        held = memory.held_pages(int(self.tree_cache.full_evictable_size()), prefix_len)
+        states = account.used[MemoryKind.STATES] - self._evictable_states()
+        room = account.budget - held * memory.page_tokens * memory.token_bytes - states
         return bool(self.slots_as_tokens(slots) <= room // memory.token_bytes - self.total_offset)
 
     def _evictable_states(self) -> int:

@@ -1,4 +1,4 @@
-"""SGLang's unified pool (`--enable-unified-memory`) as a memory of ours.
+"""One memory for KV and states: SGLang's unified pool (`--enable-unified-memory`).
 
 States grow from one end of its bytes, KV from the other. A row that is freed leaves a hole: its own
 kind takes it again, and for the other kind rows are moved together (compaction), so that the gap
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.memory.account import MemoryAccount, MemoryKind
-from sglang_hybrid.core.memory.shared import SharedMemory
+from sglang_hybrid.storage.codecs.in_place import Names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,10 +37,6 @@ class UnifiedAccount(MemoryAccount):
         return {kind: _live(end) * _bytes(end) for kind, end in self._ends.items()}
 
     @property
-    def waste(self) -> Mapping[MemoryKind, int]:  # type: ignore[override]
-        return dict.fromkeys(MemoryKind, 0)
-
-    @property
     def kept(self) -> Mapping[MemoryKind, int]:  # type: ignore[override]
         return {
             kind: (end._allocated_pages() - _live(end)) * _bytes(end)
@@ -58,42 +54,56 @@ class UnifiedAccount(MemoryAccount):
     def moves(self) -> int:  # type: ignore[override]
         return sum(int(end._stats_n_flush_did_work) for end in self._ends.values())
 
-    @property
-    def resident(self) -> int:
-        return self.budget
 
+class UnifiedMemory:
+    """SGLang's pool behind its allocator of KV and states.
 
-class UnifiedMemory(SharedMemory):
-    """SGLang's pool behind its allocator of KV and states."""
+    account: which kind has which bytes.
+    """
 
     def __init__(self, allocator: UnifiedMambaTokenToKVPoolAllocator) -> None:
         self._kv, self._states = allocator.full_attn_allocator, allocator.mamba_allocator
-        self._account = UnifiedAccount(allocator)
-
-    @property
-    def account(self) -> UnifiedAccount:
-        return self._account
+        self.account = UnifiedAccount(allocator)
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of one token's KV."""
         return int(self._kv.entry_bytes)
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of one state."""
         return _bytes(self._states)
 
     @property
-    def granule_tokens(self) -> int:
+    def page_tokens(self) -> int:
+        """Tokens of one page: KV of so many tokens changes hands together."""
         return int(self._kv.page_size)
 
     @property
+    def kv_names(self) -> Names:
+        """Slots of KV, a token each."""
+        count = (self._kv.num_virtual_ids + 1) * self.page_tokens
+        return Names(count, self._kv.translate_kv_loc)
+
+    @property
+    def state_names(self) -> Names:
+        """Slots of states."""
+        table = self._states.virtual_to_physical
+        return Names(len(table), lambda slots: table[slots])
+
+    @property
     def free_bytes(self) -> int:
-        """While nothing may move, holes of states are none of them (unified_sub_pool.py:774)."""
+        """Bytes that KV can have without an eviction. While nothing may move, holes of states are
+        none of them (unified_sub_pool.py:774).
+        """
         return int(self._kv.schedulable_available_size()) * self.token_bytes
 
-    def held_granules(self, evictable: int, prefix_len: int) -> int:
-        """Holes are no obstacle: what is left moves together."""
-        page = self.granule_tokens
+    def held_pages(self, evictable: int, prefix_len: int) -> int:
+        """Pages of KV that would stay in use if `evictable` tokens were evicted but for a prefix of
+        `prefix_len`. Holes are no obstacle: what is left moves together.
+        """
+        page = self.page_tokens
         return _live(self._kv) - evictable // page + -(-prefix_len // page)
 
 

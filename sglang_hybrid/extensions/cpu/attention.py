@@ -8,7 +8,7 @@ plain torch sequence by sequence elsewhere (`kernels/attention.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,18 +208,22 @@ class _Batch:
             if in_place and not encoder and self._new is None:
                 found = native.Sequences.of_rows(self._table, self._rows, self._lengths)
             else:
-                rows = range(len(self._rows))
-                slots = [self._slots(i, encoder=encoder, window_pool=window_pool) for i in rows]
+                slots = self._slots(encoder=encoder, window_pool=window_pool)
                 found = native.Sequences.of(slots, self._new or [1] * len(slots))
             self._sequences[key] = found
         return self._sequences[key]
 
-    def _slots(self, i: int, *, encoder: bool, window_pool: bool) -> Tensor:
-        begin = 0 if encoder else self._encoder[i]
-        end = self._encoder[i] if encoder else begin + self._lengths[i]
-        found = self._table[self._rows[i], begin:end]
+    def _slots(self, *, encoder: bool, window_pool: bool) -> Sequence[Tensor]:
+        """Of each sequence. They are looked up together where names stand for them."""
+        found = []
+        for row, before, length in zip(self._rows, self._encoder, self._lengths, strict=True):
+            begin, end = (0, before) if encoder else (before, before + length)
+            found.append(self._table[row, begin:end])
         place = self._to_window_pool if window_pool else self._to_rows
-        return found if place is None else place(found)
+        if place is None or not found:
+            return found
+        rows = place(torch.cat(found)).to(torch.int32)
+        return torch.split(rows, [len(one) for one in found])
 
 
 def rule_of(layer: RadixAttention, sinks: Tensor | None = None) -> Rule:

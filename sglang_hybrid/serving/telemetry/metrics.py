@@ -8,7 +8,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from sglang_hybrid.core.memory.account import Account
 from sglang_hybrid.core.records.pins import PIN_EVENTS
 from sglang_hybrid.serving.telemetry.metric import Metric, Metrics
 from sglang_hybrid.serving.telemetry.schedule import schedule_metrics
@@ -215,19 +214,18 @@ def memory_metrics(account: MemoryAccount) -> Iterator[Metric]:
     def sizes() -> dict[tuple[str, str], float]:
         return {
             (kind.value, part): size
-            for part in ("used", "waste", "kept")
+            for part in ("used", "kept")
             for kind, size in getattr(account, part).items()
         }
 
     yield Metric(
         prefix + "bytes",
-        "Bytes that a kind uses, wastes (rows of granules that are partly used, padding), or "
-        "keeps for its next use.",
+        "Bytes that a kind uses, or keeps for its next use.",
         sizes,
         ("kind", "part"),
         is_gauge=True,
     )
-    about = "Bytes that nobody uses or wastes."
+    about = "Bytes that nobody uses."
     yield Metric(prefix + "free_bytes", about, lambda: account.free, is_gauge=True)
     yield Metric(
         prefix + "moved_bytes",
@@ -237,17 +235,3 @@ def memory_metrics(account: MemoryAccount) -> Iterator[Metric]:
     )
     about = "Times that one kind gave bytes to the other."
     yield Metric(prefix + "moves", about, lambda: account.moves)
-    if not isinstance(account, Account):  # of SGLang's pool nothing more is known
-        return
-    monitor = account.monitor
-
-    def states() -> dict[str, float]:
-        return {state.value: float(state is monitor.state) for state in monitor.entered}
-
-    about = "1 for the state of the memory in force."
-    yield Metric(prefix + "state", about, states, ("state",), is_gauge=True)
-    for name, about in {
-        "failed_moves": "Moves that the system refused; nothing was changed.",
-        "move_seconds": "Seconds that moves took.",
-    }.items():
-        yield Metric(prefix + name, about, partial(getattr, account, name))

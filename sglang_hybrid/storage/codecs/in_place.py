@@ -11,7 +11,8 @@ divided (`kernels/divided_rows.py`), those of plain torch, which is the definiti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -22,8 +23,19 @@ from sglang_hybrid.storage.codecs.codecs import Codec
 WIDEST_ROW = 128
 """Numbers that share a scale at most, of a tensor without rows of its own."""
 
+RowsOf = Callable[[Tensor], Tensor]
+"""The rows of slots [n] where their tensors lie now: int64 [n]."""
+
 BYTES_AT_ONCE = 32 << 20
 """Bytes of a tensor's slots that are coded at once; the arithmetic takes a few times as many."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Slots that name rows, which may move. count: the slots that there are."""
+
+    count: int
+    rows: RowsOf
 
 
 class InPlace:
@@ -34,16 +46,24 @@ class InPlace:
             numbers of a slot are contiguous. Their last dimension is a row.
         beside: tensors [layers, slots, ...] of which coded slots lie beside the pool.
         codec: of both.
+        names: the number of slots, and the rows of slots, where rows move and slots only name them;
+            None where a slot is its row.
 
     parts: coded slots that fit into one; 1 if the codec makes nothing smaller.
     """
 
-    def __init__(self, divided: Sequence[Tensor], beside: Sequence[Tensor], codec: Codec) -> None:
+    def __init__(
+        self,
+        divided: Sequence[Tensor],
+        beside: Sequence[Tensor],
+        codec: Codec,
+        names: Names | None = None,
+    ) -> None:
         self.parts = min((_parts(tensor, codec) for tensor in divided), default=1)
         self._coded: list[_Divided | _Beside] = []
         if self.parts > 1:
-            self._coded += (_Divided(group, codec, self.parts) for group in _alike(divided))
-            self._coded += (_Beside(group, codec, self.parts) for group in _alike(beside))
+            self._coded += (_Divided(group, codec, self.parts, names) for group in _alike(divided))
+            self._coded += (_Beside(group, codec, self.parts, names) for group in _alike(beside))
 
     @property
     def bytes_beside(self) -> int:
@@ -93,8 +113,10 @@ class _Group:
 
     beside: Tensor
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], names: Names | None) -> None:
         self._tensors = tensors
+        self._slots = tensors[0].shape[1] if names is None else names.count
+        self._rows_of: RowsOf = (lambda slots: slots) if names is None else names.rows
         self._layers = [len(tensor) for tensor in tensors]
         self._shape, self._dtype = tensors[0].shape[2:], tensors[0].dtype
 
@@ -107,19 +129,22 @@ class _Group:
 
     def _read(self, slots: Tensor) -> Tensor:
         """The content of `slots` [n]: [layers of all, n, ...]."""
-        return torch.cat([tensor[:, slots] for tensor in self._tensors])
+        rows = self._rows_of(slots)
+        return torch.cat([tensor[:, rows] for tensor in self._tensors])
 
     def _write(self, slots: Tensor, content: Tensor) -> None:
-        content = content.reshape(-1, len(slots), *self._shape)
+        content, rows = content.reshape(-1, len(slots), *self._shape), self._rows_of(slots)
         for tensor, some in zip(self._tensors, content.split_with_sizes(self._layers), strict=True):
-            tensor[:, slots] = some
+            tensor[:, rows] = some
 
 
 class _Divided(_Group):
     """Tensors whose slots are divided into parts. Scales lie beside them."""
 
-    def __init__(self, tensors: Sequence[Tensor], codec: Codec, parts: int) -> None:
-        super().__init__(tensors)
+    def __init__(
+        self, tensors: Sequence[Tensor], codec: Codec, parts: int, names: Names | None
+    ) -> None:
+        super().__init__(tensors, names)
         self._codec = codec
         size = prod(self._shape) * self._dtype.itemsize // parts
         self._parts = []
@@ -130,7 +155,7 @@ class _Divided(_Group):
         self._rows = prod(self._shape[:-1])
         self._width = codec.row_bytes(self._shape[-1], self._dtype)
         self._numbers = size // self._rows
-        shape = (sum(self._layers), tensors[0].shape[1], parts, self._rows)
+        shape = (sum(self._layers), self._slots, parts, self._rows)
         scale = self._width - self._numbers
         self.beside = tensors[0].new_empty((*shape, scale), dtype=torch.uint8)
         self._launched = None
@@ -148,33 +173,38 @@ class _Divided(_Group):
         coded = coded.view(-1, len(slots), self._rows, self._width)
         numbers = coded[..., : self._numbers].flatten(2).split_with_sizes(self._layers)
         for target, some in zip(self._parts, numbers, strict=True):
-            target[:, places, parts] = some
+            target[:, self._rows_of(places), parts] = some
         self.beside[:, places, parts] = coded[..., self._numbers :]
 
     def decode(self, places: Tensor, parts: Tensor, slots: Tensor) -> None:
         if self._launched is not None:
             self._launched.decode(places, parts, slots)
             return
-        numbers = torch.cat([source[:, places, parts] for source in self._parts])
+        rows = self._rows_of(places)
+        numbers = torch.cat([source[:, rows, parts] for source in self._parts])
         numbers = numbers.view(-1, len(slots), self._rows, self._numbers)
         coded = torch.cat([numbers, self.beside[:, places, parts]], -1)
         self._write(slots, self._codec.decode(coded, self._dtype))
 
     def move(self, places: Tensor, parts: Tensor, to: Tensor, to_parts: Tensor) -> None:
-        for each in (*self._parts, self.beside):
-            each[:, to, to_parts] = each[:, places, parts]
+        rows, to_rows = self._rows_of(places), self._rows_of(to)
+        for each in self._parts:
+            each[:, to_rows, to_parts] = each[:, rows, parts]
+        self.beside[:, to, to_parts] = self.beside[:, places, parts]
 
 
 class _Beside(_Group):
     """Tensors whose coded slots lie beside them. Their numbers share scales as they come."""
 
-    def __init__(self, tensors: Sequence[Tensor], codec: Codec, parts: int) -> None:
-        super().__init__(tensors)
+    def __init__(
+        self, tensors: Sequence[Tensor], codec: Codec, parts: int, names: Names | None
+    ) -> None:
+        super().__init__(tensors, names)
         count = prod(self._shape)
         width = next(width for width in range(min(WIDEST_ROW, count), 0, -1) if not count % width)
         self._codec = codec.fit(width, self._dtype)
         self._as_rows = (count // width, width)
-        shape = (sum(self._layers), tensors[0].shape[1], parts, count // width)
+        shape = (sum(self._layers), self._slots, parts, count // width)
         size = self._codec.row_bytes(width, self._dtype)
         self.beside = tensors[0].new_empty((*shape, size), dtype=torch.uint8)
 

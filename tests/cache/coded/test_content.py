@@ -26,7 +26,7 @@ CONFIGS = {
         states=16, kv=320, page=4, extra_buffer=True, grid=4, rows=6, context=512, row=32
     ),
     "one memory": Sizes(
-        states=9, kv=400, rows=6, context=512, row=32, one_memory=True, state_bytes=1_280
+        states=9, kv=400, rows=6, context=512, row=32, one_memory=True, state_tokens=10
     ),
 }
 
@@ -52,8 +52,7 @@ class Valued(Server):
         """The results of a forward of these tokens."""
         tokens = [*req.origin_input_ids, *req.output_ids]
         for at in range(start, end):
-            slot = int(self.pool.req_to_token[req.kv.req_pool_idx, at])
-            self.keys[slot] = self.values(tokens[: at + 1]).to(self.keys.dtype)
+            self.keys[self.row_of(req, at)] = self.values(tokens[: at + 1]).to(self.keys.dtype)
         for known, plan in self.cache.plans.planner.in_flight():
             if known is req:
                 for pending in plan.pending_checkpoints:
@@ -61,7 +60,17 @@ class Valued(Server):
         self.write_state(int(req.kv.mamba_pool_idx), tokens[:end])
 
     def write_state(self, slot: int, prefix: Sequence[int]) -> None:
-        self.temporal[slot] = self.values(prefix).to(self.temporal.dtype)
+        row = self.row_of_state(slot)
+        self.temporal[row] = self.values(prefix).to(self.temporal.dtype)
+
+    def row_of(self, req: Req, at: int) -> int:
+        """Where a token's KV lies now: its slot is that row, or names it in one memory."""
+        slot = self.pool.req_to_token[req.kv.req_pool_idx, at].long().reshape(1)
+        return int(self.allocator.translate_kv_loc(slot) if self.sizes.one_memory else slot)
+
+    def row_of_state(self, slot: int) -> int:
+        """The same of a state; nowhere is the row for padding."""
+        return max(0, int(self.pool.translate_mamba_indices(torch.tensor([slot]))[0]))
 
     def begin_forward(self, req: Req) -> None:
         super().begin_forward(req)
@@ -88,14 +97,13 @@ class Valued(Server):
     def check_prefix(self, req: Req) -> None:
         tokens = [*req.origin_input_ids, *req.output_ids]
         for at in range(req.prefix_len):
-            slot = int(self.pool.req_to_token[req.kv.req_pool_idx, at])
-            self.compare(self.keys[slot], tokens[: at + 1])
+            self.compare(self.keys[self.row_of(req, at)], tokens[: at + 1])
 
     def check_state(self, req: Req) -> None:
         """The state that a request which was just looked up resumes from."""
         if req.prefix_len:
             slot = int(req.kv.mamba_cow_src_index)
-            for row in self.temporal[slot].reshape(-1, self.sizes.row):
+            for row in self.temporal[self.row_of_state(slot)].reshape(-1, self.sizes.row):
                 self.compare(row, list(req.origin_input_ids)[: req.prefix_len])
 
     def compare(self, found: torch.Tensor, prefix: Sequence[int]) -> None:

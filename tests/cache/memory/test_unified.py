@@ -1,5 +1,6 @@
-"""SGLang's unified pool as a memory of ours: what it says it has can be had, rows keep what was
-written to them wherever they move, and nothing moves under a forward pass or a copy.
+"""One memory for KV and states: what it says it has can be had, rows keep what was written to them
+wherever they move, a move that fails changes nothing, and none is made under a forward pass or a
+copy.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ pytest.importorskip("sglang")
 
 from sglang_hybrid.cache.memory.shared import shared_memory  # noqa: E402
 from sglang_hybrid.core.memory.account import MemoryKind  # noqa: E402
-from sglang_hybrid.core.memory.shared import SharedMemory  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
-from tests.cache.driver import UNIFIED, Sizes, build_cache  # noqa: E402
+from tests.cache.driver import ONE_MEMORY, Sizes, build_cache  # noqa: E402
 
 KV, STATES = MemoryKind
 
@@ -26,13 +26,13 @@ class Pool:
     """SGLang's pool with KV of 32 bytes a token and states of 9,600, and what was written to it."""
 
     def __init__(self, page: int = 1) -> None:
-        sizes = Sizes(1_200, 6, page=page, extra_buffer=page > 1, **UNIFIED)
+        sizes = Sizes(1_200, 6, page=page, extra_buffer=page > 1, **ONE_MEMORY)
         cache = build_cache(sizes, options("reuse"))
         self.kv: Any = cache.token_to_kv_pool_allocator
         self.slots: Any = cache.req_to_token_pool.mamba_allocator
         memory = shared_memory(self.kv)
         assert memory is not None
-        self.memory: SharedMemory = memory
+        self.memory = memory
         self.page = page
         self.tokens: dict[int, int] = {}  # ids, and what their rows hold
         self.states: dict[int, int] = {}
@@ -112,6 +112,73 @@ def test_rows_keep_what_they_hold_and_all_that_is_free_can_be_had(page: int, see
     assert account.moves > 3 and min(account.moved.values()) > 0
 
 
+@pytest.mark.parametrize("page", [1, 4])
+def test_either_kind_can_have_nearly_everything(page: int) -> None:
+    """By turns, and what goes back to the gap is counted for the other kind."""
+    pool, rng = Pool(page), random.Random(0)
+    account = pool.memory.account
+    size = account.budget // pool.memory.state_bytes * pool.memory.state_bytes  # whole states
+    for turn in range(3):
+        assert pool.kv.available_size() * pool.memory.token_bytes == account.budget
+        assert pool.take(KV, pool.kv.available_size())
+        assert dict(account.moved) == {KV: turn * size, STATES: turn * account.budget}
+        assert min(pool.tokens) >= page, "the first page is for padding"
+        assert pool.slots.schedulable_available_size() == account.free == 0
+        pool.check()
+        pool.put(KV, len(pool.tokens), rng)
+        assert pool.take(STATES, pool.slots.schedulable_available_size())
+        assert len(pool.states) == account.budget // pool.memory.state_bytes
+        assert min(pool.states) >= 1
+        pool.put(STATES, len(pool.states), rng)
+        pool.check()
+    assert account.free == account.budget
+
+
+def test_no_row_moves_before_it_is_needed() -> None:
+    """Both kinds fit side by side, and what one frees it takes again."""
+    pool, rng = Pool(), random.Random(0)
+    assert pool.take(KV, 1_000) and pool.take(STATES, 3)
+    for _ in range(10):
+        pool.put(KV, 600, rng)
+        pool.put(STATES, 1, rng)
+        assert pool.take(KV, 600) and pool.take(STATES, 1)
+        pool.check()
+    assert not pool.memory.account.moves
+
+
+def test_what_is_not_there_is_not_given() -> None:
+    pool = Pool(page=4)
+    assert pool.take(KV, pool.kv.available_size())
+    assert not pool.take(KV, 4) and not pool.take(STATES, 1)
+    empty, many, none = torch.tensor([0]), torch.tensor([9]), torch.tensor([-1])
+    assert pool.kv.alloc_extend(empty, empty, many, many, none, 9) is None
+    one = torch.tensor([1])
+    assert pool.kv.alloc_decode(one, one, none) is None
+    pool.check()
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_frees_of_a_group_come_at_its_end(page: int) -> None:
+    pool = Pool(page)
+    ids = pool.kv.alloc(16)
+    used = pool.memory.account.used[KV]
+    pool.kv.free_group_begin()
+    pool.kv.free(ids[:8])
+    pool.kv.free(ids[8:])
+    assert pool.memory.account.used[KV] == used > 0
+    pool.kv.free_group_end()
+    assert pool.memory.account.used[KV] == 0
+    pool.check()
+
+
+def test_an_account_that_is_wrong_is_noticed() -> None:
+    account = Pool().memory.account
+    account.check()
+    account.budget = -1
+    with pytest.raises(AssertionError, match="the memory's account is wrong"):
+        account.check()
+
+
 def with_holes() -> Pool:
     """A pool without a gap: states that must move for KV, and every third token freed."""
     pool = Pool()
@@ -141,10 +208,30 @@ def test_nothing_moves_while_a_copy_is_under_way() -> None:
 
 
 @pytest.mark.parametrize("launch", range(3))
-def test_a_move_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch, launch: int) -> None:
+def test_a_move_of_kv_that_fails_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, launch: int
+) -> None:
+    """Also where it stops halfway."""
     pool = with_holes()
-    end = pool.kv.full_attn_allocator
-    end._move_max_pages = 50
+    pool.kv.full_attn_allocator._move_max_pages = 50
+    fails(monkeypatch, pool, pool.kv.full_attn_allocator, (STATES, 1), launch)
+
+
+def test_a_move_of_states_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = without_gap()
+    fails(monkeypatch, pool, pool.kv.mamba_allocator, (KV, 250), 0)
+
+
+def fails(
+    monkeypatch: pytest.MonkeyPatch,
+    pool: Pool,
+    end: Any,
+    wanted: tuple[MemoryKind, int],
+    launch: int,
+) -> None:
+    """The copy number `launch` of rows of `end` fails; then it does not, and what was wanted can be
+    had.
+    """
     move, moves = end._kvcache.move_physical_pages, iter(range(100))
 
     def fail(*given: Any) -> None:
@@ -153,11 +240,24 @@ def test_a_move_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch, laun
         move(*given)
 
     monkeypatch.setattr(end._kvcache, "move_physical_pages", fail)
+    used = dict(pool.memory.account.used)
     with pytest.raises(RuntimeError, match="no more"):
-        pool.take(STATES, 1)
+        pool.take(*wanted)
+    assert pool.memory.account.used == used
     pool.check()
-    assert pool.take(STATES, 1)
+    assert pool.take(*wanted)
     pool.check()
+
+
+def without_gap() -> Pool:
+    """A pool in which only a hole of states has room for KV."""
+    pool = with_holes()
+    gone = next(iter(pool.states))
+    del pool.states[gone]
+    pool.slots.free(torch.tensor([gone]))
+    while len(pool.kv.full_attn_allocator._free_phys_pages):
+        assert pool.take(KV, 1)
+    return pool
 
 
 class Stream:
@@ -187,13 +287,7 @@ def test_a_move_waits_for_the_forward_pass(
     (`_settle_inflight_forward`, unified_sub_pool.py); without that wait this fails.
     """
     notes: list[str] = []
-    pool = with_holes()
-    if kind is STATES:
-        gone = next(iter(pool.states))
-        del pool.states[gone]
-        pool.slots.free(torch.tensor([gone]))
-        while len(pool.kv.full_attn_allocator._free_phys_pages):
-            assert pool.take(KV, 1)
+    pool = with_holes() if kind is KV else without_gap()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream(notes))
     ends = pool.kv.full_attn_allocator, pool.kv.mamba_allocator
     for end in ends:

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_hybrid.core.memory.account import Account, MemoryKind
+from sglang_hybrid.core.memory.account import MemoryAccount, MemoryKind
 from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.core.queue.waiting import Bound, Prospect, ReuseKind, Waiting
 from sglang_hybrid.core.records.pins import Pins
@@ -24,6 +24,7 @@ from sglang_hybrid.serving.telemetry.stats import CacheStats, Missed, RequestRep
 from sglang_hybrid.serving.telemetry.tiers import TierStats, tier_metrics
 
 Shown = dict[str, float]
+KV, STATES = MemoryKind
 
 
 @pytest.fixture
@@ -51,6 +52,14 @@ def shows(registry: CollectorRegistry, expected: Shown) -> bool:
     found = shown(registry)
     assert {name: found.get(name) for name in expected} == pytest.approx(expected)
     return True
+
+
+class Bytes(MemoryAccount):
+    """One memory of 1,000 bytes."""
+
+    def __init__(self) -> None:
+        self.budget, self.moves = 1_000, 0
+        self.used, self.kept, self.moved = (dict.fromkeys(MemoryKind, 0) for _ in range(3))
 
 
 class Cache:
@@ -135,7 +144,7 @@ def test_names_and_help_are_as_prometheus_asks(registry: CollectorRegistry) -> N
     cache: Any = Cache(runs=1, failures=0, seconds=0.5, switches=0, taken_back=0, regret_tokens=0)
     cache.stats.admitted["a"] = cache.stats.skipped["a"] = cache.stats.evicted["a"] = 1
     cache.stats.on_prefill(RequestReport(30, 10, 5, Missed.NO_STATE), 100)
-    cache.account, cache.answers, cache.tier_stats = Account(1_000), AnswerModels(), TierStats()
+    cache.account, cache.answers, cache.tier_stats = Bytes(), AnswerModels(), TierStats()
     cache.schedule_stats = ScheduleStats(loads=LoadCounts())
     cache.schedule_stats.started["nothing"] = cache.schedule_stats.bound_reached["seconds"] = 1
     cache.pins, cache.recorded = Pins(), {"written": 5}
@@ -176,34 +185,24 @@ def test_a_switch_is_shown(registry: CollectorRegistry) -> None:
 
 
 def test_one_memory_is_shown(registry: CollectorRegistry) -> None:
-    account = Account(1_000)
-    states = MemoryKind.STATES
-
-    def release(wanted: int) -> int:
-        account.on_free(states, 400)
-        return 400
-
-    account.join(states, release)
+    account = Bytes()
     metrics = Metrics(memory_metrics(account))
-    account.claim(states, 800)
-    account.charge(states, used=250, waste=50, kept=-300)
+    account.used, account.kept = {KV: 0, STATES: 300}, {KV: 0, STATES: 500}
     metrics.update()
-    account.claim(MemoryKind.KV, 500)
+    account.moves, account.moved = 1, {KV: 400, STATES: 0}
+    account.kept = {KV: 500, STATES: 100}
     metrics.update()
     metrics.update()
     assert shows(
         registry,
         {
-            "memory_bytes[states][used]": 250,
-            "memory_bytes[states][waste]": 50,
+            "memory_bytes[states][used]": 300,
             "memory_bytes[states][kept]": 100,
             "memory_bytes[kv][kept]": 500,
             "memory_free_bytes": 700,
             "memory_moved_bytes_total[kv]": 400,
             "memory_moved_bytes_total[states]": 0,
             "memory_moves_total": 1,
-            "memory_state[balanced]": 1,
-            "memory_state[kv_short]": 0,
         },
     )
 

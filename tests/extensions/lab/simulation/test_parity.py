@@ -27,7 +27,7 @@ pytest.importorskip("sglang")
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.memory.account import MemoryKind
 from tests.cache.backends import coding, options
-from tests.cache.driver import KV_BYTES, UNIFIED, Server, Sizes, build_cache
+from tests.cache.driver import KV_BYTES, Server, Sizes, build_cache
 from tests.traces import REPLY_OPENER, TRACES, leave_out_thoughts
 
 TENANTS = "of three tenants: "
@@ -126,8 +126,8 @@ class Played:
     held: tuple[int, int]
 
 
-STATE_BYTES = 2_400
-"""Of one memory's states: as much as the KV of 300 tokens."""
+STATE_TOKENS = 300
+"""Tokens whose KV takes as much as a state in one memory."""
 
 
 @cache
@@ -138,21 +138,18 @@ def served(
     policy: str,
     *,
     one_memory: bool = False,
-    unified: bool = False,
     coded: bool = False,
 ) -> tuple[Played, Split, CostModel]:
     """The results of the server's cache, on which pools, or in one memory of as many bytes, and its
-    measured costs. unified: the memory is SGLang's, where all sizes are four times as large. coded:
-    entries are coded before they are evicted, and rows are long enough for that.
+    measured costs. coded: entries are coded before they are evicted, and rows are long enough for
+    that.
     """
     requests = trace(name, limit)
     longest = max(len(request.tokens) for request in requests) + 64
     kv = max(pools.kv_tokens, longest)
     sizes = Sizes(kv, pools.slots, grid=SERVING.grid, rows=4, context=longest)
     if one_memory:
-        sizes = replace(sizes, one_memory=True, state_bytes=STATE_BYTES)
-    if unified:
-        sizes = replace(sizes, **UNIFIED)
+        sizes = replace(sizes, one_memory=True, state_tokens=STATE_TOKENS)
     if coded:
         sizes = replace(sizes, row=16)
     boundaries = MessageBoundaries(reply_opener=REPLY_OPENER)
@@ -203,7 +200,7 @@ def test_the_simulator_is_the_server(name: str, policy: str) -> None:
 
 def compare_in_one_memory(name: str, limit: int | None, pools: Split, policy: str) -> Played:
     theirs, pools, cost = served(name, limit, pools, policy, one_memory=True)
-    budget = pools.kv_tokens * KV_BYTES + pools.slots * STATE_BYTES
+    budget = (pools.kv_tokens + pools.slots * STATE_TOKENS) * KV_BYTES
     ours = simulated(trace(name, limit), budget, cost, policy)
     assert sum(theirs.hits) > 0
     assert ours == theirs
@@ -237,20 +234,11 @@ def test_coded_entries_are_the_servers(name: str, policy: str, one_memory: bool)
 
 
 @pytest.mark.parametrize("policy", some(["reuse"], OURS))
-@pytest.mark.parametrize("name", TRACES_OF_BOTH)
-def test_sglangs_pool_is_our_memory(name: str, policy: str) -> None:
-    """The same victims, whoever has the bytes."""
-    theirs, _, _ = served(name, 300, POOLS[name][0], policy, unified=True)
-    ours, _, _ = served(name, 300, POOLS[name][0], policy, one_memory=True)
-    assert theirs == ours
-
-
-@pytest.mark.parametrize("policy", some(["reuse"], OURS))
 def test_a_small_difference_of_one_memory_is_seen(policy: str) -> None:
     name = "sharegpt_55"
     theirs, pools, cost = served(name, 300, POOLS[name][0], policy, one_memory=True)
-    budget = pools.kv_tokens * KV_BYTES + pools.slots * STATE_BYTES
-    for less in (budget - STATE_BYTES, budget - budget // 10):
+    budget = (pools.kv_tokens + pools.slots * STATE_TOKENS) * KV_BYTES
+    for less in (budget - STATE_TOKENS * KV_BYTES, budget - budget // 10):
         assert simulated(trace(name, 300), less, cost, policy).hits != theirs.hits
 
 
@@ -286,7 +274,7 @@ def test_pins_are_the_servers(policy: str, one_memory: bool) -> None:
     """The same nodes are pinned, kept longer and given up; without the pins others are hit."""
     name, pools = f"{PINS}sharegpt_55", POOLS["sharegpt_55"][0]
     theirs, pools, cost = served(name, 200, pools, policy, one_memory=one_memory)
-    budget = pools.kv_tokens * KV_BYTES + pools.slots * STATE_BYTES
+    budget = (pools.kv_tokens + pools.slots * STATE_TOKENS) * KV_BYTES
     memory = budget if one_memory else pools
     assert simulated(trace(name, 200), memory, cost, policy) == theirs
     unpinned = [

@@ -56,7 +56,7 @@ def sizes_of_pools(*, one_memory: bool) -> Any:
 
     longest = max(len(request.tokens) for request in REQUESTS) + 64
     sizes = Sizes(POOLS.kv_tokens, POOLS.slots, grid=64, context=longest)
-    return replace(sizes, one_memory=True, state_bytes=ONE_STATE) if one_memory else sizes
+    return replace(sizes, one_memory=True, state_tokens=ONE_STATE // 8) if one_memory else sizes
 
 
 def check(cache: TieredServerSimulator) -> None:

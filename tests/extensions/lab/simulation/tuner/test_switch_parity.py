@@ -26,8 +26,8 @@ SWITCHES = {40: "lru", 80: "marconi:1", 130: "reuse"}
 
 ALONE, TOGETHER = Serving(chunk=64, grid=64), Serving(chunk=64, grid=64, one_memory=True)
 KINDS = pytest.mark.parametrize("serving", [ALONE, TOGETHER], ids=["two pools", "one memory"])
-ONE_STATE = 4_096
-"""Bytes of a state in one memory: the KV of 512 tokens."""
+STATE_TOKENS = 512
+"""Tokens whose KV takes as much as a state in one memory."""
 
 
 class Tuner:
@@ -48,7 +48,7 @@ def server_of(serving: Serving) -> tuple[Server, Split | int]:
     longest = max(len(request.tokens) for request in REQUESTS) + 64
     sizes = Sizes(POOLS.kv_tokens, POOLS.slots, grid=serving.grid, context=longest)
     if serving.one_memory:
-        sizes = replace(sizes, one_memory=True, state_bytes=ONE_STATE)
+        sizes = replace(sizes, one_memory=True, state_tokens=STATE_TOKENS)
     server = Server(build_cache(sizes, HybridConfig()), sizes, serving.chunk)
     return server, sizes.budget if serving.one_memory else POOLS
 
