@@ -61,7 +61,9 @@ def test_a_room_beside_the_package_is_in_the_wheel(
     assert {f"sglang_hybrid/{name}" for name in expected} <= set(wheel.namelist())
 
 
-@pytest.mark.parametrize("pattern", ["**/*.py", "hooks/*.sha256", "**/*.safetensors"])
+@pytest.mark.parametrize(
+    "pattern", ["**/*.py", "hooks/*.sha256", "serving/*.json", "**/*.safetensors"]
+)
 def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.ZipFile, pattern: str) -> None:
     found = (ROOT / "sglang_hybrid").glob(pattern)
     expected = {file.relative_to(ROOT).as_posix() for file in found}
