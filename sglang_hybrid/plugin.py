@@ -145,9 +145,11 @@ def _settle_states() -> None:
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
         from sglang_hybrid.cache.memory_choice import take_one_memory
+        from sglang_hybrid.hooks.needs import Need
 
         previous(server_args)
-        take_one_memory(server_args)
+        misfit = patching.lacking().get(Need.UNIFIED_MEMORY)
+        take_one_memory(server_args, misfit.why if misfit else "")
 
     @register_resolution_hook("handle_page_major_kv_layout")
     def handle_page_major_kv_layout(

@@ -41,10 +41,13 @@ CHECKED_KV = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 """Types of KV that SGLang's unified pool has."""
 
 
-def take_one_memory(server_args: ServerArgs) -> None:
+def take_one_memory(server_args: ServerArgs, lacking: str = "") -> None:
     """KV and states share SGLang's unified pool where `--hybrid-memory one` asks for it, and under
     `auto` where they can and that was checked. To be called when the device and the model are
     known, and before anything reads SGLang's flag.
+
+    lacking: a sentence on the piece of the installed SGLang without which our cache does not serve
+    its unified pool; "" if there is none.
 
     Raises ValueError where one memory was asked for and cannot be.
     """
@@ -57,7 +60,7 @@ def take_one_memory(server_args: ServerArgs) -> None:
     if asked is Memory.ONE and why:
         raise ValueError(f"--hybrid-memory one cannot be: {why}; use --hybrid-memory split.")
     if asked is Memory.AUTO and has_states(server_args):
-        why = why or _why_not_by_default(server_args)
+        why = why or lacking.rstrip(".") or _why_not_by_default(server_args)
         why = why or ("" if serves_on_cpu() else _why_not_on_a_gpu(server_args))
     if not why:
         declared: dict[str, Any] = {"enable_unified_memory": True}

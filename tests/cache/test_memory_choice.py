@@ -13,6 +13,7 @@ from sglang_hybrid.cache import memory_choice, resolution
 HYBRID, PLAIN, JET = "NemotronHForCausalLM", "LlamaForCausalLM", "JetNemotronForCausalLM"
 TWO_POOLS = "KV and states have a pool each: "
 DRAFTS = {"speculative_algorithm": "EAGLE"}
+LACKING = {"lacking": "A function is another one."}
 TINY = {"max_total_tokens": 100, "max_mamba_cache_size": 1}
 
 
@@ -39,6 +40,8 @@ TINY = {"max_total_tokens": 100, "max_mamba_cache_size": 1}
         ("auto", True, HYBRID, {"index_topk": 4}, f"{TWO_POOLS}the model's KV has an index"),
         ("auto", True, HYBRID, TINY, f"{TWO_POOLS}the memory does not hold one request"),
         ("auto", True, HYBRID, {"policy": "sglang-lru"}, f"{TWO_POOLS}--hybrid-eviction sglang-l"),
+        ("auto", True, HYBRID, LACKING, f"{TWO_POOLS}A function is another one."),
+        ("one", True, HYBRID, LACKING, "one"),  # which is refused later
         ("one", True, PLAIN, {}, "!the model has no recurrent states"),
         ("one", False, PLAIN, {}, "!the model has no recurrent states"),
         ("one", True, HYBRID, TINY, "!the memory does not hold one request"),
@@ -101,7 +104,7 @@ def test_who_has_one_memory(
         with pytest.raises(ValueError, match=why):
             memory_choice.take_one_memory(view)
     else:
-        memory_choice.take_one_memory(view)
+        memory_choice.take_one_memory(view, given.get("lacking", ""))
     slots = view.max_mamba_cache_size
     more = {} if slots is None else {"max_mamba_cache_size": slots + 1}
     assert declared == ({"enable_unified_memory": True, **more} if expected == "one" else {})
