@@ -96,10 +96,14 @@ class Evidence:
     def __init__(self) -> None:
         self._rows: dict[str, _Row] = {}
         self._left_out: Counter[str] = Counter()
+        self.stale: set[str] = set()
 
-    def leave_out(self, files: Mapping[str, int]) -> None:
-        """So many tests of each file do not run. Each process that runs tests says so."""
+    def leave_out(self, files: Mapping[str, int], lost: Iterable[str]) -> None:
+        """So many tests of each file do not run, and the list names what is not there. Each process
+        that runs tests says so.
+        """
         self._left_out |= Counter(files)
+        self.stale.update(lost)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = self._rows.setdefault(_file(report.nodeid), _Row())
@@ -148,17 +152,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Raises UsageError for a row of the list that fits no test."""
     if config.getoption("everything"):
         return
     rows = read_left_out(config.rootpath / LIST)
-    if lost := stale(rows, [item.nodeid for item in items], config.rootpath):
-        raise pytest.UsageError(f"{LIST} names what is not there: {'; '.join(lost)}")
     out = {item for item in items if any(row.has(item.nodeid) for row in rows)}
     slow = Counter(_file(item.nodeid) for item in out if item.get_closest_marker("slow"))
-    config.stash[EVIDENCE].leave_out(slow)
+    lost = stale(rows, [item.nodeid for item in items], config.rootpath)
+    config.stash[EVIDENCE].leave_out(slow, lost)
     if (sent := getattr(config, "workeroutput", None)) is not None:
-        sent["left_out"] = dict(slow)
+        sent["left_out"] = (dict(slow), lost)
     config.hook.pytest_deselected(items=list(out))
     items[:] = [item for item in items if item not in out]
 
@@ -166,13 +168,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """xdist: a process that ran tests has ended."""
-    node.config.stash[EVIDENCE].leave_out(getattr(node, "workeroutput", {}).get("left_out", {}))
+    sent = getattr(node, "workeroutput", {}).get("left_out", ({}, []))
+    node.config.stash[EVIDENCE].leave_out(*sent)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A list that names what is not there is a failure."""
+    if session.config.stash[EVIDENCE].stale and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     lines = config.stash[EVIDENCE].table(config.rootpath)
     terminalreporter.section("evidence")
     terminalreporter.write_line("\n".join(lines))
+    for lost in sorted(config.stash[EVIDENCE].stale):
+        terminalreporter.write_line(f"{LIST} names what is not there: {lost}", red=True)
     if (page := config.getoption("evidence")) is not None:
         stamp = f"Machine: {machine()}. Date: {date.today()}. Commit: {commit()}."
         if (seed := config.getoption("hypothesis_seed", None)) is not None:

@@ -59,7 +59,7 @@ def test_the_table(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     (tmp_path / LIST).parent.mkdir()
     (tmp_path / LIST).write_text(
-        '[[left_out]]\nfile = "test_a.py"\nbut = ["lru", "reuse"]\nreason = "They take long."\n'
+        '[[left_out]]\nfile = "test_a.py"\nbut = ["lru", "reuse", "gone"]\nreason = "Long."\n'
     )
     plugin = ["-m", "slow", "-p", "tests.evidence", "--evidence", "page.md", "-n", "2"]
     done = subprocess.run(
@@ -75,3 +75,4 @@ def test_the_table(tmp_path: Path) -> None:
     assert second.startswith("|  | `test_b.py` | 1 | 0 | 0 | 0 |  |")
     assert total.startswith("| all |  | 2 | 1 | 1 | 1 |  |")
     assert first in done.stdout
+    assert f"{LIST} names what is not there: test_a.py: gone\n" in done.stdout
