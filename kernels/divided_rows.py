@@ -44,7 +44,7 @@ class DividedRows:
 
     Args:
         tensors: these.
-        scales: uint8 [layers of all, slots, parts, rows, 4], contiguous, of float32 numbers; the
+        scales: uint8 [layers of all, slots, parts, rows, 2], contiguous, of bfloat16 numbers; the
             last dimension is 0 where the codec has no scales (bf16 of float32).
         parts: coded slots that fit into one.
     """
@@ -122,7 +122,7 @@ def tile_of_rows(rows, WIDTH: tl.constexpr, TILE_WIDTH: tl.constexpr, TILE_ROWS:
 @triton.jit
 def scales_of_part(scales, part, rows):
     """The scales of a part; `part` counts those of all slots of all layers."""
-    return scales.to(tl.pointer_type(tl.float32)) + part * rows
+    return scales.to(tl.pointer_type(tl.bfloat16)) + part * rows
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ANYWHERE)
@@ -157,8 +157,8 @@ def encode_rows(
     if SCALED:
         largest = tl.max(tl.abs(numbers), axis=1)
         broken = tl.max((numbers != numbers).to(tl.int32), axis=1) > 0
-        scale = tl.where(broken, float("nan"), tl.math.div_rn(largest, 127.0))
-        divisor = tl.where(scale > 0, scale, 1.0)
+        scale = tl.where(broken, float("nan"), tl.math.div_rn(largest, 127.0)).to(tl.bfloat16)
+        divisor = tl.where(scale > 0, scale.to(tl.float32), 1.0)
         steps = tl.math.div_rn(numbers, tl.broadcast_to(divisor[:, None], numbers.shape))
         steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
         steps = tl.where(steps == steps, steps, 0.0)
@@ -226,5 +226,5 @@ def decode_rows(
     if SCALED:
         kept = scales_of_part(scales, (layer * pool_slots + place) * parts_of_slot + part, rows)
         scale = tl.load(kept + row, mask=row < rows, other=0)
-        numbers *= scale[:, None]
+        numbers *= scale.to(tl.float32)[:, None]
     tl.store(pool + tl.load(slots + i) * stride + at, numbers.to(NUMBER), mask=inside)

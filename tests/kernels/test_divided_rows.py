@@ -31,7 +31,7 @@ def launches(name: str, first: int) -> list[Launch]:
     tensors, parts = POOLS[name]
     rows = tensors[0][0, 0, ..., 0].numel()
     layers = sum(map(len, tensors))
-    scales = torch.empty(layers, tensors[0].shape[1], parts, rows, 4, dtype=torch.uint8)
+    scales = torch.empty(layers, tensors[0].shape[1], parts, rows, 2, dtype=torch.uint8)
     index = torch.zeros(8, dtype=torch.int64)[first:]
 
     def both() -> None:

@@ -19,22 +19,26 @@ def f32(value: float) -> float:
     return struct.unpack("<f", struct.pack("<f", value))[0]
 
 
+def half(x: float) -> int:
+    """The upper half of a float32, rounded to nearest, halves to even."""
+    bits = struct.unpack("<I", struct.pack("<f", x))[0]
+    return int(bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
 def plain_int8(row: list[float]) -> tuple[bytes, list[float]]:
-    """A row as int8 with a float32 scale, and what it decodes to; halves round to even."""
-    scale = f32(max(abs(x) for x in row) / 127)
+    """A row as int8 with a bfloat16 scale, and what it decodes to; halves round to even."""
+    kept = half(f32(max(abs(x) for x in row) / 127))
+    scale = struct.unpack("<f", struct.pack("<I", kept << 16))[0]
     numbers = [round(f32(x / scale)) if scale else 0 for x in row]
     numbers = [max(-127, min(127, number)) for number in numbers]
-    encoded = struct.pack(f"<{len(row)}bf", *numbers, scale)
+    encoded = struct.pack(f"<{len(row)}bH", *numbers, kept)
     return encoded, [f32(number * scale) for number in numbers]
 
 
 def plain_bf16(row: list[float]) -> tuple[bytes, list[float]]:
-    """The upper half of each float32, rounded to nearest, halves to even."""
-    halves = []
-    for x in row:
-        bits = struct.unpack("<I", struct.pack("<f", x))[0]
-        halves.append((bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
-    decoded = [struct.unpack("<f", struct.pack("<I", half << 16))[0] for half in halves]
+    """The upper half of each float32."""
+    halves = [half(x) for x in row]
+    decoded = [struct.unpack("<f", struct.pack("<I", each << 16))[0] for each in halves]
     return struct.pack(f"<{len(row)}H", *halves), decoded
 
 
@@ -70,21 +74,16 @@ def test_errors_are_within_their_bounds(dtype: torch.dtype, width: int) -> None:
     assert ((bf16 - wide).abs() <= 2**-8 * wide.abs() + torch.finfo(dtype).tiny).all()
     most = wide.abs().amax(-1, keepdim=True)
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    assert ((int8 - wide).abs() <= most / 254 * (1 + 1e-5) + most * unit + smallest).all()
+    assert ((int8 - wide).abs() <= most / 253 + most * unit + smallest).all()
 
 
 @pytest.mark.parametrize("codec", list(Codec))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_encoded_twice_is_the_same(codec: Codec, dtype: torch.dtype) -> None:
     """A copy that is loaded and written again does not drift."""
-    rows = torch.randn(20, 3, 64).to(dtype)
+    rows = torch.randn(200, 3, 64).to(dtype)
     once = codec.decode(codec.encode(rows), dtype)
-    assert torch.allclose(
-        codec.decode(codec.encode(once), dtype).float(),
-        once.float(),
-        rtol=1e-2 if dtype is not torch.float32 else 1e-5,
-        atol=0,
-    )
+    assert torch.equal(codec.decode(codec.encode(once), dtype), once)
 
 
 @pytest.mark.parametrize("codec", list(Codec))
@@ -113,7 +112,7 @@ def test_bytes_are_as_announced(codec: Codec, shape: tuple[int, ...]) -> None:
 
 def test_a_codec_that_saves_nothing_is_not_used() -> None:
     assert Codec.INT8.fit(128, torch.float32) is Codec.INT8
-    assert Codec.INT8.fit(3, torch.float32) is Codec.BF16, "3 + 4 bytes instead of 6"
+    assert Codec.INT8.fit(3, torch.float32) is Codec.BF16, "3 + 2 bytes instead of 6"
     assert Codec.INT8.fit(3, torch.bfloat16) is Codec.EXACT
     assert Codec.BF16.fit(128, torch.bfloat16) is Codec.EXACT
     assert Codec.INT8.fit(128, torch.bfloat16) is Codec.INT8

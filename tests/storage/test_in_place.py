@@ -29,7 +29,7 @@ def bound(codec: Codec, rows: Tensor) -> Tensor:
     if codec is Codec.BF16:
         return wide.abs() * 2**-8
     rounding = 2**-8 if rows.dtype is torch.bfloat16 else 1e-6
-    return wide.abs().amax(-1, keepdim=True) / 254 + wide.abs() * rounding
+    return wide.abs().amax(-1, keepdim=True) / 253 + wide.abs() * rounding
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from sglang_hybrid.core.own_files import finished_name, open_regular, write_file
 
 Bytes = NDArray[np.uint8]
 
-FORMAT = "sglang_hybrid.tiers/1"
+FORMAT = "sglang_hybrid.tiers/2"
 SUFFIX = ".safetensors"
 NAME_BYTES = 16
 MOST_OBJECTS = 1_024

@@ -108,7 +108,7 @@ class Valued(Server):
 
     def compare(self, found: torch.Tensor, prefix: Sequence[int]) -> None:
         wanted = self.values(prefix)
-        bound = float(wanted.abs().max()) / 254 + 0.02
+        bound = float(wanted.abs().max()) / 253 + 0.02
         assert (found.float() - wanted).abs().max() <= bound, len(prefix)
 
 

@@ -10,7 +10,8 @@ from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import KV_VALUE_
 
 BESIDE = 0.05
 """Share of the memory for scales and windows of convolutions, which lie beside the pools. With rows
-of 128 numbers scales take 3 percent, and windows 3 to 5 percent of what states take."""
+of 128 numbers scales take 1.6 percent, and windows 2 to 5 percent of what states take; in one
+memory there is room for all of it as KV and all of it as states."""
 
 NUMBER_BYTES = {CopyCodec.BF16: 2, CopyCodec.INT8: 1}
 

@@ -452,7 +452,7 @@ def test_each_tier_below_the_device_has_a_codec_of_its_own() -> None:
     assert str(tiers) == "20 + 200 (bf16) + 2000 (int8) GB"
     served = CostModel(1, 1, (), kv_bytes_per_token=16_384, state_bytes=102_400)  # float32 states
     sized = tiers.with_copies(served)
-    assert sized.copies == ((16_384, 102_400), (16_384, 51_200), (8_448, 26_400))
+    assert sized.copies == ((16_384, 102_400), (16_384, 51_200), (8_320, 26_000))
     assert tiers.inexact_in(served) == [(False, False), (False, True), (True, True)]
     half = tiers.with_copies(CostModel.paper_7b())  # states in FP16
     assert half.copies[HOST] == half.copies[DEVICE]

@@ -30,7 +30,7 @@ PREFILL_OF = 8_192
 ROW: Final = 128
 """Numbers that share a scale: `head_dim` and the last dimension of a state in most models."""
 
-SCALE_BYTES: Final = 4
+SCALE_BYTES: Final = 2
 KV_VALUE_BYTES: Final = 2
 
 
