@@ -64,7 +64,9 @@ def test_the_next_server_finds_it(
 ) -> None:
     """In the disk tier's folder, or among the user's cached files."""
     monkeypatch.setenv("SGLANG_HYBRID_DISK_FOLDER", str(tmp_path) if flags else "")
-    if not flags:
+    if flags:
+        flags = (*flags, "--hybrid-disk-folder", str(tmp_path))
+    else:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with serve(*SPLIT, *FEW_SLOTS, *flags) as server:
         hit_share(server.url)

@@ -72,6 +72,7 @@ RECORDS = {
     "sglang_hybrid.core.returns.answers.Answer",
     "sglang_hybrid.core.returns.history_tree.HistoryNode",
     "sglang_hybrid.core.traffic.recorder.Finished",
+    "sglang_hybrid.core.traffic.requests.Request",  # a window, while splits are compared
     "sglang_hybrid.core.server_settings.Split",  # the room that a finished request left
 }
 """Types of objects that are kept of requests by design, up to a number or a number of bytes."""
