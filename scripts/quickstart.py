@@ -5,6 +5,7 @@ Called by quickstart.sh in the environment that it made.
 
 import argparse
 import json
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -185,6 +186,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="stop after the requests")
     parser.add_argument("--port", type=whole(1, LAST_PORT), default=30000)
     options, server_arguments = parser.parse_known_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the server goes, too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     server = ServerProcess(["--enable-cache-report", *server_arguments], port=options.port)
     print(f"Starting the server on {server.url} (log: {server.log}) ...", flush=True)
     try:
