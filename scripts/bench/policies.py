@@ -18,6 +18,7 @@ from scripts.bench.traces import (
     Row,
     Seeds,
     read_agents,
+    read_and_generate,
     read_or_generate,
 )
 from sglang_hybrid.core.costs.cost import CostModel
@@ -277,9 +278,7 @@ def policies(
     """
     specs = [Spec.parse(text) for text in policy.split(",")]
     if device_codec:
-        runner, rows = read_or_generate(traces, None)
-        more, generated_rows = read_or_generate(traces, generated or 1)
-        runner, rows = Runner({**runner.traces, **more.traces}), rows + generated_rows
+        runner, rows = read_and_generate(traces, generated or 1)
         counts: dict[str, Counter[str]] = {name: Counter() for name in CODED_RULES}
         for name, cost in coded_models().items():
             print(f"Sizes of {name}:\n")

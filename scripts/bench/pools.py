@@ -15,7 +15,7 @@ import numpy as np
 from scripts.bench.commands import one_of
 from scripts.bench.policies import HYBRIDS, cost_of
 from scripts.bench.report import Table
-from scripts.bench.traces import COST, TRACES, Folder, Row, read_or_generate
+from scripts.bench.traces import COST, TRACES, Folder, Row, read_and_generate
 from sglang_hybrid.cache.learnt_split import read_split
 from sglang_hybrid.cache.split_watch import SplitWatch
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel, IntArray
@@ -34,7 +34,7 @@ from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab import systems  # noqa: F401, it registers them
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import hits_within
-from sglang_hybrid.extensions.lab.simulation.tuner.splits import compare_splits
+from sglang_hybrid.extensions.lab.simulation.tuner.splits import bytes_of, compare_splits
 from sglang_hybrid.serving.advice import ServerSetup
 
 REUSE = Spec("reuse")
@@ -121,8 +121,7 @@ def learnt_split(half: Half, now: Split, context: int, folder: Path) -> Split:
     learnt = read_split(path)
     if learnt is None:
         return now
-    memory = now.kv_tokens * half.cost.kv_bytes_per_token + now.slots * half.cost.state_bytes
-    return Split.of(memory, half.cost, round(learnt.states_to_kv, 3))
+    return Split.of(bytes_of(now, half.cost), half.cost, round(learnt.states_to_kv, 3))
 
 
 def _window(recorder: Recorder, cost: CostModel) -> RequestWindow:
@@ -219,14 +218,14 @@ def pools(
     prompt tokens; the longest request has to fit into the KV. `closed`: of the mean distance, and
     of each row whose distance is a point or more, the mean.
     """
-    (runner, rows), (made, more) = (read_or_generate(traces, it) for it in (None, max(seeds) + 1))
-    rows += [row for row in more if int(row[0].rpartition(" ")[2]) in seeds]
-    known = {**runner.traces, **made.traces}
+    runner, rows = read_and_generate(traces, max(seeds) + 1)
+    left_out = {str(seed) for seed in range(max(seeds)) if seed not in seeds}
+    rows = [row for row in rows if row[0].rpartition(" ")[2] not in left_out]
     summary: dict[str, list[str]] = {}
     table = Table("sizes", "trace", "GB", *HEADS, "states' share", text=2)
     for name in sizes:
         cost = COST if name == PAPER else cost_of(name)
-        found = {row: measure(known[row[0]], cost, int(row[1] * 1e9)) for row in rows}
+        found = {row: measure(runner.traces[row[0]], cost, int(row[1] * 1e9)) for row in rows}
         for (trace, size), rates in found.items():
             cells = (f"{rate:.1f}" for rate in rates[:4])
             table.row(name, trace, f"{size:g}", *cells, f"{rates.share:.0f} %")

@@ -126,6 +126,12 @@ def read_or_generate(folder: Path, seeds: int | None) -> tuple[Runner, list[Row]
     return Runner(traces), rows_of(sizes)
 
 
+def read_and_generate(folder: Path, seeds: int) -> tuple[Runner, list[Row]]:
+    """The traces of SIZES and so many of each kind of GENERATED, and their rows."""
+    (runner, rows), (made, more) = (read_or_generate(folder, it) for it in (None, seeds))
+    return Runner({**runner.traces, **made.traces}), rows + more
+
+
 def rows_of(sizes: Mapping[str, Sequence[float]]) -> list[Row]:
     return [(trace, size) for trace, gigabytes in sizes.items() for size in gigabytes]
 

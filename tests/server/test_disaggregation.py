@@ -172,13 +172,11 @@ def test_two_of_each(divide: Divide, model_directory: Callable[[str], Path]) -> 
 
 
 @pytest.mark.timeout(1800)
-def test_nothing_is_lost_or_wrong_under_load(divide: Divide) -> None:
+def test_nothing_is_lost_or_wrong_under_load(divide: Divide, seed: int) -> None:
     """Random traffic in small pools, with clients that hang up: all is given back, and answers are
     those of servers whose caches are empty. The router gives requests names of its own, by which no
     client can abort them.
     """
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     room = ("--max-running-requests", "8", "--max-total-tokens", "4000")
     with divide(
         *(*room, "--chunked-prefill-size", "256"),

@@ -5,7 +5,6 @@ without a forward, with the same tokens and log probabilities.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -108,13 +107,11 @@ def test_answers_are_those_of_an_empty_cache(
 
 @pytest.mark.parametrize("configuration", LOADED)
 def test_repeats_under_load_are_answered_as_by_an_empty_cache(
-    configuration: str, serve: Serve
+    configuration: str, serve: Serve, seed: int
 ) -> None:
     """Few prompts again and again, on small pools, streamed, in batches, as samples, aborted,
     retracted and pushed out by others. Hundreds of answers need no forward of a prompt.
     """
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     of, flags = LOADED[configuration]
     with serve(*ON, *SMALL, *flags, of=of, module=CHECKED["module"], environment=OFTEN) as server:
         repeats = Repeats(server.url, seed)

@@ -33,25 +33,25 @@ class UnifiedAccount(MemoryAccount):
         self.budget -= states.min_page_index * states.entry_bytes_per_page  # padding's rows
 
     @property
-    def used(self) -> Mapping[MemoryKind, int]:  # type: ignore[override]
+    def used(self) -> Mapping[MemoryKind, int]:
         return {kind: _live(end) * _bytes(end) for kind, end in self._ends.items()}
 
     @property
-    def kept(self) -> Mapping[MemoryKind, int]:  # type: ignore[override]
+    def kept(self) -> Mapping[MemoryKind, int]:
         return {
             kind: (end._allocated_pages() - _live(end)) * _bytes(end)
             for kind, end in self._ends.items()
         }
 
     @property
-    def moved(self) -> Mapping[MemoryKind, int]:  # type: ignore[override]
+    def moved(self) -> Mapping[MemoryKind, int]:
         return {
             kind.other: end._stats_n_pages_absorbed * _bytes(end)
             for kind, end in self._ends.items()
         }
 
     @property
-    def moves(self) -> int:  # type: ignore[override]
+    def moves(self) -> int:
         return sum(int(end._stats_n_flush_did_work) for end in self._ends.values())
 
 

@@ -6,7 +6,7 @@ no cost, and the other kind takes them by a move. free + used is the budget at e
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -26,15 +26,30 @@ class MemoryKind(Enum):
 class MemoryAccount(ABC):
     """The bytes of one budget, as its allocators have given them out.
 
-    budget: bytes that KV and states may take together. moves: times that one kind gave bytes to
-    the other by a copy of rows.
+    budget: bytes that KV and states may take together.
     """
 
     budget: int
-    used: Mapping[MemoryKind, int]
-    kept: Mapping[MemoryKind, int]
-    moved: Mapping[MemoryKind, int]  # bytes that a kind got from the other one
-    moves: int
+
+    @property
+    @abstractmethod
+    def used(self) -> Mapping[MemoryKind, int]:
+        """Bytes that each kind uses."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> Mapping[MemoryKind, int]:
+        """Free bytes that each kind keeps."""
+
+    @property
+    @abstractmethod
+    def moved(self) -> Mapping[MemoryKind, int]:
+        """Bytes that each kind ever got from the other one."""
+
+    @property
+    @abstractmethod
+    def moves(self) -> int:
+        """Times that one kind gave bytes to the other by a copy of rows."""
 
     @property
     def free(self) -> int:

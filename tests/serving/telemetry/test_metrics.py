@@ -57,8 +57,10 @@ def shows(registry: CollectorRegistry, expected: Shown) -> bool:
 class Bytes(MemoryAccount):
     """One memory of 1,000 bytes."""
 
+    budget, moves = 1_000, 0
+    used = kept = moved = dict.fromkeys(MemoryKind, 0)
+
     def __init__(self) -> None:
-        self.budget, self.moves = 1_000, 0
         self.used, self.kept, self.moved = (dict.fromkeys(MemoryKind, 0) for _ in range(3))
 
 
