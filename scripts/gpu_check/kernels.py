@@ -33,6 +33,9 @@ from sglang_hybrid.kernels.divided_rows import DividedRows  # noqa: E402
 from sglang_hybrid.storage.codecs.codecs import Codec  # noqa: E402
 from sglang_hybrid.storage.codecs.in_place import InPlace  # noqa: E402
 
+if not GPU:
+    from scripts.gpu_check import interpreter  # noqa: F401
+
 DEVICE = "cuda" if GPU else "cpu"
 LENGTHS = [300, 1, 70]
 ASKED = [(0, 1), (0, 128), (0, 201), (0, 300), (1, 1), (2, 64), (2, 69)]

@@ -328,7 +328,7 @@ def check_that_nothing_is_rounded_on_its_way(dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     if INTERPRETED:
         run_without_a_device()
-        from tests.kernels import interpreter  # noqa: F401
+        from scripts.gpu_check import interpreter  # noqa: F401
     torch.set_default_device(DEVICE)
     seed = torch.seed() % 2**31
     print("seed", seed)

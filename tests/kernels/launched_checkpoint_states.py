@@ -23,7 +23,7 @@ from sglang_hybrid.kernels import checkpoint_states as cs
 from sglang_hybrid.kernels import naive
 
 if INTERPRETED:
-    import interpreter  # noqa: F401
+    from scripts.gpu_check import interpreter  # noqa: F401
 
 some = settings(
     few, max_examples=int(os.environ.get("EXAMPLES", "20")), phases=[Phase.explicit, Phase.generate]

@@ -15,7 +15,7 @@ import os, sys, types
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from sglang_hybrid.kernels import compare, naive
-from tests.kernels import interpreter
+from scripts.gpu_check import interpreter
 
 def scan(x, dt, A, B, C, chunk, initial_states=None):
     start = None if initial_states is None else initial_states[0]

@@ -6,10 +6,9 @@ import torch
 from sglang.kernels.ops.mamba import causal_conv1d_triton
 from torch import Tensor
 
-from scripts.gpu_check import timings
+from scripts.gpu_check import interpreter, timings  # noqa: F401
 from scripts.gpu_check.layers import SMALL, TAPS
 from tests.checkpoints.launched_scans import run_without_a_device
-from tests.kernels import interpreter  # noqa: F401
 
 
 def convolution(

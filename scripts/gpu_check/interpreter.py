@@ -3,6 +3,8 @@
 Importing this module changes the interpreter of the process.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from triton import language as tl
@@ -12,13 +14,13 @@ _multiply, _cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 _compute = InterpreterBuilder.binary_op
 
 
-def _multiply_values(self, a, b, *more):
+def _multiply_values(self: Any, a: Any, b: Any, *more: Any) -> Any:
     """The interpreter holds bf16 as its bits, and would multiply those."""
     a, b = (_cast(self, t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
     return _multiply(self, a, b, *more)
 
 
-def _compute_values(self, lhs, rhs, op):
+def _compute_values(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
     """Sums, products and comparisons of bf16: in float32, rounded."""
     if lhs.dtype.scalar != tl.bfloat16:
         return _compute(self, lhs, rhs, op)
@@ -27,7 +29,7 @@ def _compute_values(self, lhs, rhs, op):
     return _cast_to_nearest(self, found, tl.bfloat16) if is_number else found
 
 
-def _cast_to_nearest(self, value, dtype):
+def _cast_to_nearest(self: Any, value: Any, dtype: Any) -> Any:
     """The interpreter would cut float32 off to bf16; devices round to the nearest, ties to even."""
     if (value.dtype.scalar, dtype.scalar) == (tl.float32, tl.bfloat16):
         bits = torch.from_numpy(np.ascontiguousarray(value.data)).bfloat16().view(torch.uint16)
@@ -35,7 +37,7 @@ def _cast_to_nearest(self, value, dtype):
     return _cast(self, value, dtype)
 
 
-def _constant(self, value):
+def _constant(self: Any, value: float) -> TensorHandle:
     """The interpreter has none of bf16."""
     bits = torch.tensor([value]).bfloat16().view(torch.uint16)
     return TensorHandle(bits.numpy(), tl.bfloat16)
