@@ -34,7 +34,7 @@ from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab import systems  # noqa: F401, it registers them
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import hits_within
-from sglang_hybrid.extensions.lab.simulation.tuner.splits import bytes_of, compare_splits
+from sglang_hybrid.extensions.lab.simulation.tuner.splits import compare_splits
 from sglang_hybrid.serving.advice import ServerSetup
 
 REUSE = Spec("reuse")
@@ -121,7 +121,7 @@ def learnt_split(half: Half, now: Split, context: int, folder: Path) -> Split:
     learnt = read_split(path)
     if learnt is None:
         return now
-    return Split.of(bytes_of(now, half.cost), half.cost, round(learnt.states_to_kv, 3))
+    return Split.of(now.bytes(half.cost), half.cost, round(learnt.states_to_kv, 3))
 
 
 def _window(recorder: Recorder, cost: CostModel) -> RequestWindow:

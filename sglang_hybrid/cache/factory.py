@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_hybrid.cache.learnt_split import split_path
 from sglang_hybrid.cache.page_hashes import compile_hashes
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
+from sglang_hybrid.cache.state_slots.spill_choice import states_spill
 from sglang_hybrid.cache.tiers.codec_choice import choose_codecs, choose_device_codecs
 from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
@@ -78,6 +79,7 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             tiers=bool(context.server_args.enable_hierarchical_cache),
             full_hits=full_hits and not without_full_hits,
             states_arrive=receives_states(context.server_args),
+            spills=states_spill(context.server_args),
             rank=_rank(),
             priority_sign=_priority_sign(context.server_args),
         )
@@ -145,6 +147,7 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         tuner_workers=cache.options.hybrid_tuner_workers,
         pinned=cache.options.pinning_flag,
         shards=shards,
+        spills=cache.spilled is not None,
     )
 
 

@@ -23,6 +23,7 @@ from sglang_hybrid.cache.request.full_hits import FullHits
 from sglang_hybrid.cache.request.lookups import LookUps
 from sglang_hybrid.cache.request.pinning import make_pins
 from sglang_hybrid.cache.sizes import measured_cost
+from sglang_hybrid.cache.state_slots.spilled_states import SpilledStates, make_spilled_states
 from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
 from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
 from sglang_hybrid.cache.tiers.served_tiers import disk_of
@@ -59,7 +60,8 @@ class Parts:
     None where states are taken where SGLang tracks them. serving: how the server runs, None there.
     speeds: of prefills and transfers. full_hits: prompts that need no forward. learning: what is
     learnt outlives the server; None without tiers. coded: entries kept coded on the device; None
-    where none are. step_clock: the time that all ranks agree on.
+    where none are. spilled: states in the place of KV; None where pools lend each other nothing.
+    step_clock: the time that all ranks agree on.
     """
 
     options: HybridConfig
@@ -76,6 +78,7 @@ class Parts:
     speeds: MeasuredSpeeds
     full_hits: FullHits
     coded: CodedEntries | None = None
+    spilled: SpilledStates | None = None
     planner: Planner | None = None
     serving: Serving | None = None
     learning: Learning | None = None
@@ -99,6 +102,7 @@ def build_parts(
     plans: bool,
     tiers: bool,
     full_hits: bool,
+    spills: bool,
 ) -> Parts:
     """The parts of `cache`, whose attributes they read only later. The arguments are those of
     `HybridRadixCache`.
@@ -116,6 +120,7 @@ def build_parts(
         coded = CodedEntries(cache, params, on_device())
         sizes = coded.sizes(measured.kv_bytes_per_token, measured.state_bytes)
         measured = replace(measured, coded=sizes)
+    spilled = make_spilled_states(cache, params) if spills and account is None else None
     shadow_tree: ShadowTree | None = None
     on_cpu = str(getattr(allocator, "device", "cpu")) == "cpu"
     speeds = MeasuredSpeeds(measured, on_cpu=on_cpu)
@@ -127,8 +132,8 @@ def build_parts(
             answer_bytes=options.hybrid_answers_mb << 20,
         )
         policies = make_policies(start, history)
-        one_memory = account is not None
-        pins = make_pins(measured, params, options.hybrid_pin_share)
+        one_memory = account is not None or spilled is not None
+        pins = make_pins(measured, params, options.hybrid_pin_share, spills=spilled is not None)
         if tiers:
             from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
 
@@ -163,6 +168,7 @@ def build_parts(
         speeds,
         FullHits(cache, _most_full_hits(params) if full_hits and shadow_tree is not None else 0),
         coded,
+        spilled,
     )
     if shadow_tree is not None:
         parts.step_clock.join(shadow_tree.is_pin_over, shadow_tree.on_time)

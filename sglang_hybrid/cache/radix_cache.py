@@ -64,6 +64,7 @@ class HybridRadixCache(HostTierCache):
         full_hits: prompts that were asked before are answered without a forward.
         tiers: there is host memory below the device, whose copies are chosen by value.
         states_arrive: each request brings its state from a prefill server: the tree keeps KV only.
+        spills: states without a slot may lie in the place of KV, if the pools allow it.
         rank: which of several caches with requests of their own this is; None if another rank
             receives its requests.
         priority_sign: times a request's priority gives a number that is smaller for those that run
@@ -82,6 +83,7 @@ class HybridRadixCache(HostTierCache):
         tiers: bool = False,
         full_hits: bool = False,
         states_arrive: bool = False,
+        spills: bool = False,
         rank: int | None = None,
         priority_sign: int | None = None,
     ) -> None:
@@ -98,9 +100,11 @@ class HybridRadixCache(HostTierCache):
             plans=not unplanned,
             tiers=tiers,
             full_hits=full_hits,
+            spills=spills,
         )
         self.unplanned = unplanned
         self.cost, self.account, self.stats = parts.cost, parts.account, parts.stats
+        self.spilled = parts.spilled
         self.shadow_tree, self.slots, self.lookups = parts.shadow_tree, parts.slots, parts.lookups
         self.speeds, self.tier_stats, self.learning = parts.speeds, parts.tier_stats, parts.learning
         self.decision_log, self.explainer = parts.decision_log, parts.explainer
@@ -135,6 +139,8 @@ class HybridRadixCache(HostTierCache):
         )
         if parts.coded is not None:
             logger.info("sglang_hybrid: %s.", parts.coded.describe())
+        if parts.spilled is not None:
+            logger.info("sglang_hybrid: %s.", parts.spilled.describe())
 
     @property
     def policy_name(self) -> str:
@@ -279,6 +285,8 @@ class HybridRadixCache(HostTierCache):
         super().reset()
         if self.parts.coded is not None:
             self.parts.coded.reset()
+        if self.spilled is not None:
+            self.spilled.reset()
         self.decision_log.on_flush()
         self.plans.forget_all()
         if self.schedule is not None:
@@ -292,7 +300,9 @@ class HybridRadixCache(HostTierCache):
             self.shadow_tree.check(
                 tree.root_node,
                 kv_tokens=tree.full_evictable_size() + tree.full_protected_size(),
-                states=tree.mamba_evictable_size() + tree.mamba_protected_size(),
+                states=tree.mamba_evictable_size()
+                + tree.mamba_protected_size()
+                + (0 if self.spilled is None else len(self.spilled)),
             )
 
     def server_info(self) -> dict[str, Any]:

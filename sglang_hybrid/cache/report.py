@@ -91,6 +91,7 @@ class CacheReport:
             "memory": None if self.account is None else self.account.as_dict(),
             "tiers": cache.tiers_info(),
             "coded": None if parts.coded is None else parts.coded.as_dict(),
+            "spilled": None if cache.spilled is None else cache.spilled.as_dict(),
             "schedule": None if cache.schedule is None else cache.schedule.info(),
             "pins": None if pins is None else pins.as_dict(),
             "full_hits": parts.full_hits.info(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,14 +134,15 @@ class SplitWatch:
         running = -(-most_held // it.held)
         return Split(
             min(it.context, it.kv_tokens) - (it.kv_tokens - room.kv_tokens),
-            it.counted * running - (it.slots - room.slots),
+            ceil(it.counted * running) - (it.slots - room.slots),
         )
 
     def _learnt(self, found: SplitsFound, room: Split, counted: int) -> LearntSplit:
         it = self._setup
         for_states = (self._slots(found, room) + 0.5) * it.state_bytes  # a start rounds down
         hits, hits_now = (each / found.tokens for each in (found.hits, found.hits_now))
-        return LearntSplit(for_states / (it.bytes - for_states), hits, hits_now, counted)
+        ratio = for_states / (it.bytes - for_states)
+        return LearntSplit(ratio, hits, hits_now, counted, it.spills)
 
     def _slots(self, found: SplitsFound, room: Split) -> int:
         """The slots of the whole pool."""

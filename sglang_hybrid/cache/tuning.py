@@ -149,7 +149,7 @@ class Tuning:
         """The room that running requests leave to the cache."""
         cache, tree = self._cache, self._cache.tree_core
         allocator = cache.token_to_kv_pool_allocator
-        kv = int(tree.full_evictable_size() + tree.full_protected_size())
+        kv = int(cache.full_evictable_size() + cache.full_protected_size())
         states = 0
         if cache.is_mamba_enabled:
             states = int(tree.mamba_evictable_size() + tree.mamba_protected_size())
@@ -159,7 +159,8 @@ class Tuning:
             return int(memory.free_bytes + cached)
         if cache.is_mamba_enabled:
             states += int(cache.req_to_token_pool.mamba_allocator.available_size())
-        return Split(kv + int(allocator.available_size()), states)
+        spilled = 0 if cache.spilled is None else cache.spilled.tokens
+        return Split(kv + int(allocator.available_size()), states, spilled)
 
     def poll(self) -> list[PolicySwitch | SpeedsMeasured | LearntBefore]:
         """The message of the first rank to all ranks, with the requests of this step."""

@@ -25,20 +25,37 @@ class Serving:
 
 @dataclass(frozen=True)
 class Split:
-    """A budget in two pools that do not lend to each other: KV tokens and state slots."""
+    """A budget in two pools: KV tokens and state slots. spilled: tokens of KV in whose place a
+    state can lie for which there is no slot; 0: the pools lend each other nothing.
+    """
 
     kv_tokens: int
     slots: int
+    spilled: int = 0
 
     @classmethod
-    def of(cls, budget: int, cost: CostModel, states_to_kv: float | None = None) -> Split:
-        """`budget` bytes, split as --mamba-full-memory-ratio does; None: as we default it."""
+    def of(
+        cls,
+        budget: int,
+        cost: CostModel,
+        states_to_kv: float | None = None,
+        *,
+        spills: bool = False,
+    ) -> Split:
+        """`budget` bytes, split as --mamba-full-memory-ratio does; None: as we default it. spills:
+        states without a slot may lie in the place of KV.
+        """
+        kv_bytes, state_bytes = cost.kv_bytes_per_token, cost.state_bytes
         if states_to_kv is None:
-            states_to_kv = cost.states_to_kv
-        for_states = int(budget * states_to_kv / (1 + states_to_kv)) if cost.state_bytes else 0
-        slots = for_states // cost.state_bytes if cost.state_bytes else UNBOUNDED
-        kv_bytes = cost.kv_bytes_per_token
-        return cls((budget - for_states) // kv_bytes if kv_bytes else UNBOUNDED, slots)
+            states_to_kv = cost.spilling_states_to_kv if spills else cost.states_to_kv
+        for_states = int(budget * states_to_kv / (1 + states_to_kv)) if state_bytes else 0
+        slots = for_states // state_bytes if state_bytes else UNBOUNDED
+        spilled = -(-state_bytes // kv_bytes) if spills and kv_bytes and state_bytes else 0
+        return cls((budget - for_states) // kv_bytes if kv_bytes else UNBOUNDED, slots, spilled)
+
+    def bytes(self, cost: CostModel) -> int:
+        """Of both pools."""
+        return self.kv_tokens * cost.kv_bytes_per_token + self.slots * cost.state_bytes
 
 
 @dataclass(frozen=True)

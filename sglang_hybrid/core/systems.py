@@ -7,7 +7,7 @@ server a `Spec` names the policy in force.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -48,7 +48,7 @@ class Setting:
     @property
     def memory(self) -> Split | int:
         """The budget as it is served: in one memory, or in two pools, split as the server does if
-        it is one number of bytes.
+        it is one number of bytes, where states spill into KV.
         """
         if isinstance(self.budget, Split):
             return self.budget
@@ -56,7 +56,16 @@ class Setting:
             return Split(UNBOUNDED, UNBOUNDED)
         if self.serving is not None and self.serving.one_memory:
             return self.budget
-        return Split.of(self.budget, self.cost)
+        return Split.of(self.budget, self.cost, spills=not self.cost.coded)
+
+    @property
+    def apart(self) -> Split:
+        """Two pools of the budget that lend each other nothing, as under SGLang's own order."""
+        if isinstance(self.budget, int):
+            return Split.of(self.budget, self.cost)
+        pools = self.memory
+        assert isinstance(pools, Split), "without a bound there are two pools"
+        return replace(pools, spilled=0)
 
 
 @dataclass(frozen=True)

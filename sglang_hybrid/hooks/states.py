@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,10 +13,10 @@ HELD_AND_KEPT = 2
 """State slots: the one that a running request holds, and one that the cache keeps for it."""
 
 
-def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int:
+def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int | Fraction:
     """State slots that a running request counts for: as SGLANG_HYBRID_SLOTS_PER_REQUEST says, or
-    where it holds one, that and another one for the cache. SGLang says 3: it takes two for what is
-    kept of a prefill.
+    where it holds one, that and another one for the cache, or less of one where kept states spill
+    into KV. SGLang says 3: it takes two for what is kept of a prefill.
     """
     from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
     from sglang.srt.runtime_context import get_exec, get_memory, get_schedule, get_spec
@@ -24,6 +25,7 @@ def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int:
     if memory.disable_radix_cache or memory.radix_cache_backend != "hybrid":
         return mamba_ratio(configurator)
     from sglang_hybrid.cache.state_slots.slots import slots_per_request
+    from sglang_hybrid.cache.state_slots.spill_choice import SLOTS_PER_REQUEST, states_spill
     from sglang_hybrid.checkpoints.support import plans_checkpoints, receives_states
 
     needed: int = 1 + get_mamba_tracking_slots(
@@ -38,7 +40,7 @@ def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int:
         return slots
     drafts = get_spec().speculative_algorithm is not None  # each request has states of drafts, too
     if needed == 1 and not drafts and plans_checkpoints(configurator.server_args):
-        return HELD_AND_KEPT
+        return SLOTS_PER_REQUEST if states_spill(configurator.server_args) else HELD_AND_KEPT
     return mamba_ratio(configurator)
 
 

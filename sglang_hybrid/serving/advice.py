@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 
 from sglang_hybrid.core.costs.cost import TOKENS_PER_STATE
 
@@ -70,11 +72,12 @@ class ServerSetup:
         pinned: the flag that pins a policy and so leaves them nothing to do, "" without one.
         shards: ranks of DP attention, among which SGLang divides --max-mamba-cache-size and
             --max-running-requests; all numbers here are of one of them.
+        spills: states without a slot may lie in the place of KV.
     """
 
     slots: int
     held: int
-    counted: int
+    counted: int | Fraction
     running: int
     asked: int | None
     kv_tokens: int
@@ -95,6 +98,7 @@ class ServerSetup:
     grid: int = 1
     sent_by: str = ""
     shards: int = 1
+    spills: bool = False
 
     @property
     def free(self) -> int:
@@ -130,10 +134,10 @@ def _running(it: ServerSetup) -> str | None:
     if it.asked is None or it.running >= it.asked or it.slots // it.counted >= it.asked:
         return None
     fewer = f"lower --max-running-requests to {it.running * it.shards:,}"
-    mends = [*_more_slots(it, it.asked * it.counted), fewer]
+    mends = [*_more_slots(it, ceil(it.asked * it.counted)), fewer]
     return (
         f"the {it.slots:,} state slots let {it.running:,} requests run at once instead of "
-        f"{it.asked:,}, since each counts for {it.counted}; {', or '.join(mends)}."
+        f"{it.asked:,}, since each counts for {float(it.counted):g}; {', or '.join(mends)}."
     )
 
 
@@ -141,7 +145,7 @@ def _room(it: ServerSetup) -> str | None:
     """Each running request should find a slot for at least one checkpoint: the end of its answer,
     which the next turn resumes from.
     """
-    if it.one_memory or it.free >= it.running:
+    if it.one_memory or it.spills or it.free >= it.running:
         return None
     mends = _more_slots(it, it.running * (it.held + 1))
     fewer = it.slots // (it.held + 1)
@@ -171,7 +175,7 @@ def _balance(it: ServerSetup) -> str | None:
     `LONGEST` KV tokens (or than the longest request has) for each slot that checkpoints can have,
     or less than `SHORTEST`.
     """
-    if it.one_memory or it.free < it.running:
+    if it.one_memory or it.spills or it.free < it.running:
         return None  # `_room` has said it
     each = it.kv_tokens / it.free
     slots_run_out = it.kv_costs and each > min(LONGEST, it.context)

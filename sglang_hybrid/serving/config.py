@@ -88,9 +88,10 @@ class HybridConfig:
         "how KV and states divide the device's memory: they share one budget of bytes, which is "
         "what SGLang's two pools (--max-total-tokens and --max-mamba-cache-size, or their "
         "defaults) would take together, and what is worth least makes room for either (one); each "
-        "has its pool (split); auto is one on the CPU platform for a hybrid model with planned "
-        "checkpoints, where SGLang's unified pool can be, and on a GPU that scripts/gpu_check.sh "
-        "found fit for it; split elsewhere",
+        "has its pool, and lends the other nothing (split); auto is one on the CPU platform for a "
+        "hybrid model with planned checkpoints, where SGLang's unified pool can be, and on a GPU "
+        "that scripts/gpu_check.sh found fit for it; elsewhere each has its pool, and states for "
+        "which there is no slot lie in the place of KV where they can",
     )
     hybrid_pin_share: float = flag(
         DEFAULT_SHARE,

@@ -66,11 +66,11 @@ class Sizes:
     """A server's pools. states = 0: a model without recurrent state.
 
     grid: tokens between the positions at which a prefill can leave a state, with extra_buffer.
-    one_memory: KV and states share the bytes of both pools, in SGLang's unified pool. state_tokens:
-    tokens whose KV takes as much as a state there.
+    one_memory: KV and states share the bytes of both pools, in SGLang's unified pool. spills:
+    states may lie in the place of KV. state_tokens: tokens whose KV takes as much as a state then.
     window: tokens that a second attention reads, beside states and with pages of one token; 0 if
     there is none. kv_of_windows: tokens of its pool. row: numbers of a key and of a state's row;
-    8 at least in one memory, whose rows are whole 16 bytes.
+    8 at least where the kinds share bytes, whose rows are whole 16 bytes.
     """
 
     kv: int = 4_096
@@ -78,6 +78,7 @@ class Sizes:
     page: int = 1
     extra_buffer: bool = False
     one_memory: bool = False
+    spills: bool = False
     state_tokens: int = 3
     grid: int = 1
     rows: int = 16
@@ -94,12 +95,17 @@ class Sizes:
     @property
     def token_bytes(self) -> int:
         """Of one token: keys and values, a row of bfloat16 each."""
-        return 2 * 2 * (max(8, self.row) if self.one_memory else self.row)
+        return 2 * 2 * (max(8, self.row) if self.shares else self.row)
 
     @property
     def state_bytes(self) -> int:
         """Of one state: two values of bfloat16 of the window and four of the state by default."""
-        return self.state_tokens * self.token_bytes if self.one_memory else 2 * (2 * 2 + 8)
+        return self.state_tokens * self.token_bytes if self.shares else 2 * (2 * 2 + 8)
+
+    @property
+    def shares(self) -> bool:
+        """True if KV and states share bytes."""
+        return self.one_memory or self.spills
 
 
 KV_BYTES = Sizes(one_memory=True).token_bytes
@@ -133,13 +139,14 @@ def build_cache(
     set_global_server_args_for_scheduler(server_args)
     pool: Any
     kv: Any
-    shape: dict[str, Any] = {"dtype": torch.bfloat16, "head_num": 1, "head_dim": sizes.row}
+    row = sizes.token_bytes // 4
+    shape: dict[str, Any] = {"dtype": torch.bfloat16, "head_num": 1, "head_dim": row}
     allocator: Any = None
     if sizes.one_memory:
         pool, allocator = unified_pool(sizes, device)
         kv = allocator.get_kvcache()
     elif sizes.states:
-        state = state_of(width=4, head=2, size=sizes.row)
+        state = shared_state(sizes) if sizes.spills else state_of(width=4, head=2, size=sizes.row)
         pool = HybridReqToTokenPool(
             size=sizes.rows,
             mamba_size=sizes.states,
@@ -221,6 +228,7 @@ def build_cache(
             tiers=tiers,
             full_hits=full_hits,
             states_arrive=states_arrive,
+            spills=sizes.spills,
             rank=rank,
             priority_sign=priority_sign,
         )
@@ -252,16 +260,22 @@ def state_of(*, width: int, head: int, size: int) -> Mamba2CacheParams:
         )
 
 
+def shared_state(sizes: Sizes) -> Mamba2CacheParams:
+    """A state that takes as many bytes as `sizes.state_tokens` tokens of KV."""
+    row = max(8, sizes.row)
+    head = max(1, (sizes.state_bytes // 2 - 2 * row) // (row + 1))
+    state = state_of(width=sizes.state_bytes // 2 - 2 * row - head * row, head=head, size=row)
+    assert sizes.state_bytes == state.mamba_cache_per_req
+    return state
+
+
 def unified_pool(sizes: Sizes, device: str = "cpu") -> tuple[Any, Any]:
     """SGLang's unified pool with this budget: its pool of requests and its allocator. Without a
     device, rows move in the streams of the CPU platform.
     """
     if device == "cpu":
         torch.cuda.current_stream = transfer_streams.current_stream  # type: ignore[assignment]
-    row = max(8, sizes.row)
-    head = max(1, (sizes.state_bytes // 2 - 2 * row) // (row + 1))
-    state = state_of(width=sizes.state_bytes // 2 - 2 * row - head * row, head=head, size=row)
-    assert sizes.state_bytes == state.mamba_cache_per_req
+    row, state = max(8, sizes.row), shared_state(sizes)
     padding = -(-max(sizes.state_bytes, sizes.page * sizes.token_bytes) // sizes.state_bytes)
     bundle = init_unified_mamba_pools(
         device=device,
@@ -554,8 +568,7 @@ class Server:
         one's.
         """
         self.cache.sanity_check()
-        tree = self.cache.tree_core
-        cached_kv = tree.full_evictable_size() + tree.full_protected_size()
+        cached_kv = self.cache.full_evictable_size() + self.cache.full_protected_size()
         own_kv = sum(
             _pages(req.kv.kv_allocated_len, self.sizes.page) - req.kv.cache_protected_len
             for req in self.running

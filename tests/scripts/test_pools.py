@@ -9,7 +9,7 @@ import numpy as np
 from scripts.bench.pools import REUSE, Half, Rates, conclude, learnt_split
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.core.traffic.recorder import RequestWindow
-from sglang_hybrid.extensions.lab.simulation.tuner.splits import bytes_of, replay_apart
+from sglang_hybrid.extensions.lab.simulation.tuner.splits import replay_apart
 from tests.extensions.lab.simulation.tuner.traffic import COST, conversations, requests
 
 FEW_SLOTS = Split(5_000, 2)
@@ -18,7 +18,7 @@ FEW_SLOTS = Split(5_000, 2)
 def test_a_half_replays_as_a_worker_does() -> None:
     """Also where the window is not its beginning."""
     half = Half(requests(conversations(60)), COST)
-    budgets = [FEW_SLOTS, Split(1_506, 8), bytes_of(FEW_SLOTS, COST)]
+    budgets = [FEW_SLOTS, Split(1_506, 8), FEW_SLOTS.bytes(COST)]
     for begin, end in ((0, 40), (10, 60)):
         window = RequestWindow(
             half.requests[begin:end], COST, FEW_SLOTS, (end - begin) // 2, 16, Serving()

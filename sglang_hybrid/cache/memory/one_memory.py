@@ -1,8 +1,9 @@
-"""Evictions where KV and states share all bytes."""
+"""Evictions where KV and states share bytes: all of them, or where states spill into KV."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -12,17 +13,28 @@ from sglang_hybrid.core.costs.cost import UNBOUNDED
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+    from sglang_hybrid.cache.state_slots.spilled_states import SpilledStates
     from sglang_hybrid.core.memory.account import MemoryAccount
 
 
 class OneMemoryCache(UnifiedRadixCache):
     """SGLang's cache on one memory, or on its two pools if there is no `account`.
 
-    shadow_tree: None where SGLang's own order decides, and its walks stay.
+    spilled: states in the place of KV; None where pools lend each other nothing. shadow_tree: None
+    where SGLang's own order decides, and its walks stay.
     """
 
     account: MemoryAccount | None
+    spilled: SpilledStates | None
     shadow_tree: ShadowTree | None
+
+    def full_evictable_size(self) -> int:
+        spilled = 0 if self.spilled is None else self.spilled.evictable
+        return int(super().full_evictable_size()) + spilled
+
+    def full_protected_size(self) -> int:
+        spilled = 0 if self.spilled is None else self.spilled.held
+        return int(super().full_protected_size()) + spilled
 
     def _evict_components(
         self,
@@ -33,9 +45,10 @@ class OneMemoryCache(UnifiedRadixCache):
         allocation_reclaim_satisfied: Callable[[], bool] | None = None,
     ) -> None:
         """Evict in one memory, where a victim of either kind makes room for either: so there is one
-        walk: that over states, which ends leaves, too (unified_radix_cache.py:952-1060).
+        walk: that over states, which ends leaves, too (unified_radix_cache.py:952-1060). Where
+        states spill, a move may be enough.
         """
-        if self.account is None or self.shadow_tree is None:
+        if self.shadow_tree is None or (self.account is None and self.spilled is None):
             super()._evict_components(
                 request_by_type,
                 tracker,
@@ -44,19 +57,22 @@ class OneMemoryCache(UnifiedRadixCache):
             )
             return
 
-        def enough() -> bool:
+        moved = Counter() if self.spilled is None else Counter(self.spilled.freed)
+
+        def enough(what: ComponentType) -> bool:
             if allocation_reclaim_satisfied is not None:
                 return allocation_reclaim_satisfied()
             if available_size_targets is None:
-                return all(tracker[what] >= request_by_type[what] for what in tracker)
-            return all(
-                self._component_available_size(what) >= size
-                for what, size in available_size_targets.values()
-            )
+                freed = 0 if self.spilled is None else self.spilled.freed[what] - moved[what]
+                return tracker[what] + freed >= request_by_type[what]
+            target = available_size_targets.get(what)
+            return target is None or self._component_available_size(target[0]) >= target[1]
 
         self.tree_core.evict_device_start(ComponentType.MAMBA, UNBOUNDED)
         try:
-            while not enough():
+            while lacking := [what for what in tracker if not enough(what)]:
+                if self.spilled is not None and self._move(lacking, available_size_targets or {}):
+                    continue
                 node_id, made_progress = self._evict_device_next_node(ComponentType.MAMBA, tracker)
                 if node_id is not None:
                     self._give_up_leaf(node_id, tracker)
@@ -64,6 +80,21 @@ class OneMemoryCache(UnifiedRadixCache):
                     break
         finally:
             self.tree_core.evict_device_end(ComponentType.MAMBA)
+
+    def _move(
+        self,
+        lacking: Container[ComponentType],
+        targets: Mapping[ComponentType, tuple[ComponentType, int]],
+    ) -> bool:
+        """Move a state to where its bytes are not `lacking`, if that takes nothing of what is to be
+        there for `targets`; returns whether one was moved.
+        """
+        assert self.spilled is not None
+        if ComponentType.MAMBA in lacking:
+            _, tokens = targets.get(ComponentType.FULL, (None, 0))
+            return ComponentType.FULL not in lacking and self.spilled.spill(tokens)
+        _, slots = targets.get(ComponentType.MAMBA, (None, 0))
+        return self.spilled.bring_back(slots)
 
     def _give_up_leaf(self, node_id: int, tracker: dict[ComponentType, int]) -> None:
         """Evict a leaf; where SGLang writes back, after its copy to the host (1028-1052)."""

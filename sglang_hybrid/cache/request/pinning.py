@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from sglang_hybrid.core.records.pin import PinRequest
 
 
-def make_pins(cost: CostModel, params: CacheInitParams, share: float) -> Pins:
-    """The pins of a cache, which may take `share` of the device's memory on this rank."""
+def make_pins(cost: CostModel, params: CacheInitParams, share: float, *, spills: bool) -> Pins:
+    """The pins of a cache, which may take `share` of the device's memory on this rank. spills:
+    states may lie in the place of KV.
+    """
     allocator = params.token_to_kv_pool_allocator
     memory = shared_memory(allocator)
     if memory is not None:
@@ -32,7 +34,8 @@ def make_pins(cost: CostModel, params: CacheInitParams, share: float) -> Pins:
     states = getattr(params.req_to_token_pool, "mamba_pool", None)
     if states is None:
         return Pins(replace(cost, state_bytes=0), PinRoom(kv), share)
-    return Pins(cost, PinRoom(kv, int(states.size) * cost.state_bytes), share)
+    of_states = int(states.size) * cost.state_bytes
+    return Pins(cost, PinRoom(kv + of_states) if spills else PinRoom(kv, of_states), share)
 
 
 def pin_published(cache: HybridRadixCache, shadow_tree: ShadowTree, req: Req) -> list[int]:

@@ -72,8 +72,9 @@ class PoolStateSlots:
             send_back(req, self._cache.req_to_token_pool)
 
     def free(self) -> int:
-        """Slots that cost nothing."""
-        return free_slots(self._allocator)
+        """Slots that cost nothing: free ones, and those of states that can move to free KV."""
+        spilled = self._cache.spilled
+        return free_slots(self._allocator) + (0 if spilled is None else spilled.room)
 
     def take(self, request: CheckpointRequest | None = None) -> torch.Tensor | None:
         """A slot [1] for `request`, pushing out the cheapest victim if none is free; None if
@@ -81,7 +82,7 @@ class PoolStateSlots:
         """
         if not self._leaves_enough():
             return None
-        if self.free() == 0:
+        if free_slots(self._allocator) == 0:
             with self._decision_log.making_room_for(request):
                 if not self.make_room():
                     return None
@@ -89,10 +90,10 @@ class PoolStateSlots:
         return slot
 
     def make_room(self) -> bool:
-        """True if a slot is free, evicting a state if that helps."""
-        if self.free() == 0:
+        """True if a slot is free, moving or evicting a state if that helps."""
+        if free_slots(self._allocator) == 0:
             self._cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
-        return self.free() > 0
+        return free_slots(self._allocator) > 0
 
     def _leaves_enough(self) -> bool:
         """True if running requests could still decode, and an unfinished prefill end: a state under

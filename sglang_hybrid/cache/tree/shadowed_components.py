@@ -58,6 +58,8 @@ class ShadowedMamba(_ByValue, RobustMamba):
 
     def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
         self._shadow_tree.on_state_gain(node, kind)
+        if self._parts.spilled is not None:
+            self._parts.spilled.on_state_gain(node)
 
     def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
         if node.component_data[self.component_type].host_value is None:
@@ -83,6 +85,8 @@ class ShadowedMamba(_ByValue, RobustMamba):
         self._shadow_tree.on_state_lock(node, node.component_data[self.component_type].lock_ref > 0)
         if self._coded is not None:
             self._coded.on_state_lock(node)
+        if self._parts.spilled is not None:
+            self._parts.spilled.on_state_lock(node)
 
     def _evict_device_start(self, request_cnt: int) -> None:
         self._wanted = request_cnt

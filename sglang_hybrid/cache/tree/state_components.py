@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 
 from sglang_hybrid.cache.request.lookups import NoSlotForHit
-from sglang_hybrid.cache.state_slots.slots import send_back
+from sglang_hybrid.cache.state_slots.slots import free_slots, send_back
 from sglang_hybrid.cache.tree.kv_components import value_len
 from sglang_hybrid.core.checkpoints.admission import Skip
 from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
@@ -107,6 +107,8 @@ class RobustMamba(MambaComponent):
         result = super().finalize_match_result_in_cache(params, result)
         if coded is not None:
             coded.decode_state(node, req)
+        if self._parts.spilled is not None:
+            self._parts.spilled.fetch(node, req)
         return result
 
     def prepare_for_caching_req(
@@ -226,8 +228,11 @@ class RobustMamba(MambaComponent):
         **kwargs: Any,
     ) -> tuple[int, int]:
         had_state = node.component_data[self.component_type].value is not None
-        if self._parts.coded is not None and EvictLayer.DEVICE in target:
-            self._parts.coded.on_state_eviction(node)
+        if EvictLayer.DEVICE in target:
+            if self._parts.coded is not None:
+                self._parts.coded.on_state_eviction(node)
+            if self._parts.spilled is not None:
+                self._parts.spilled.on_state_eviction(node)
         freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
         if had_state and EvictLayer.DEVICE in target:
             whole = node in self.tree_core.evictable_device_leaves
@@ -276,7 +281,7 @@ class RobustMamba(MambaComponent):
         kv = source.device_prefix_len
         if own + 1 > pool.mamba_pool.size or not self._parts.could_hold(kv, own + 1):
             return False
-        if self._parts.slots.free() > 0:
+        if free_slots(pool.mamba_allocator) > 0:
             return True
         lock = self.cache.inc_lock_ref(source.best_match_node)
         had = self._parts.slots.make_room()

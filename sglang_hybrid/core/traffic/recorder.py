@@ -156,4 +156,4 @@ def _usual_room(rooms: Sequence[Split | int], *, has_states: bool) -> Split | in
     if not pools:
         return median_low(room for room in rooms if isinstance(room, int))
     slots = median_low(room.slots for room in pools) if has_states else UNBOUNDED
-    return Split(median_low(room.kv_tokens for room in pools), slots)
+    return Split(median_low(room.kv_tokens for room in pools), slots, pools[0].spilled)

@@ -48,11 +48,14 @@ def _evicting(make: Callable[..., Policy]) -> System:
 
     def build(setting: Setting, **options: Any) -> Cache:
         if setting.as_served:
-            two_pools = isinstance(setting.memory, Split)
+            memory = setting.memory
+            if make is SglangLru and isinstance(memory, Split) and memory.spilled:
+                memory = setting.apart
+            two_pools = isinstance(memory, Split)
             kv_policy, state_policy = _policies(make if two_pools else alone, options)
             return ServerSimulator(
                 setting.cost,
-                setting.memory,
+                memory,
                 kv_policy,
                 state_policy,
                 setting.min_branch_tokens,

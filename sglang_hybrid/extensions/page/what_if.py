@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Split
@@ -99,14 +100,15 @@ def scaled(budget: Budget, times: float) -> Budget:
     if budget is None or math.isinf(times):
         return None
     if isinstance(budget, Split):
-        return Split(int(budget.kv_tokens * times), int(budget.slots * times))
+        kv_tokens, slots = int(budget.kv_tokens * times), int(budget.slots * times)
+        return replace(budget, kv_tokens=kv_tokens, slots=slots)
     return int(budget * times)
 
 
 def size_of(budget: Budget, cost: CostModel) -> int:
     """Bytes of a budget, 0 without a bound."""
     if isinstance(budget, Split):
-        return budget.kv_tokens * cost.kv_bytes_per_token + budget.slots * cost.state_bytes
+        return budget.bytes(cost)
     return budget or 0
 
 

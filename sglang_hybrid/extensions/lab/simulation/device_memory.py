@@ -76,9 +76,19 @@ class DeviceMemory:
     def free_states(self) -> int:
         """States for which there is room now, in a memory that has an end."""
         if isinstance(self.budget, Split):
-            return self.budget.slots - self.states_used - self.slots_in_use
+            return self._free_slots(self.budget)
         assert self.budget is not None
         return (self.budget - self.used) // max(1, self.cost.state_bytes)
+
+    def _free_slots(self, budget: Split) -> int:
+        """Slots that a new state can have: free ones, and those of states that can be spilled."""
+        states = self.states_used + self.slots_in_use
+        free = max(0, budget.slots - states)
+        if budget.spilled:
+            kv = self.kv_used + self.kv_in_use + _spilled_tokens(budget, states)
+            kept = min(self.states_used, budget.slots - self.slots_in_use)
+            free += min(kept, (budget.kv_tokens - kv) // budget.spilled)
+        return free
 
     def bytes_of(self, kv: int, states: int) -> int:
         """Bytes of so many tokens of KV and states."""
@@ -95,9 +105,11 @@ class DeviceMemory:
         if self.budget is None:
             return None
         if isinstance(self.budget, Split):
-            if self.states_used + self.slots_in_use + states > self.budget.slots:
+            states += self.slots_in_use
+            if states + (0 if self.budget.spilled else self.states_used) > self.budget.slots:
                 return self.state_pool
             kv += self.kv_used + self.kv_in_use
+            kv += _spilled_tokens(self.budget, self.states_used + states)
             return self.pool if kv > self.budget.kv_tokens else None
         return self.pool if self.used + self.bytes_of(kv, states) > self.budget else None
 
@@ -186,16 +198,21 @@ class DeviceMemory:
         return self.could_hold(kv, states)
 
 
+def _spilled_tokens(budget: Split, states: int) -> int:
+    """Tokens of KV in whose place states lie for which there is no slot."""
+    return max(0, states - budget.slots) * budget.spilled
+
+
 def pools_of(
     budget: Budget,
     make: Callable[[Scarce, Policy], AnyPool],
     policy: Policy,
     state_policy: Policy | None,
 ) -> tuple[AnyPool, AnyPool]:
-    """Pools of KV and of states for `budget`, one for both where they share all bytes. Raises
+    """Pools of KV and of states for `budget`, one for both where they share bytes. Raises
     ValueError for a split budget without `state_policy`.
     """
-    if not isinstance(budget, Split):
+    if not isinstance(budget, Split) or budget.spilled:
         shared = make(Scarce.SHARED, policy)
         return shared, shared
     if state_policy is None:

@@ -403,8 +403,8 @@ def way_to(node: Node | None) -> Iterator[Node]:
 
 
 def _room(pools: Split, cost: CostModel) -> PinRoom:
-    kv = pools.kv_tokens * cost.kv_bytes_per_token
-    return PinRoom(kv, pools.slots * cost.state_bytes)
+    kv, states = pools.kv_tokens * cost.kv_bytes_per_token, pools.slots * cost.state_bytes
+    return PinRoom(kv + states) if pools.spilled else PinRoom(kv, states)
 
 
 def computed_tokens(request: Request) -> int:

@@ -18,6 +18,9 @@ from sglang_hybrid.extensions.lab.simulation.workers import Limits, run_jobs
 SHARES: Final = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.85)
 """Of the memory, for states."""
 
+SMALLEST: Final = 0.05
+"""The smallest share, where states without a slot may lie in the place of KV."""
+
 SURE: Final = 1.0
 """Standard errors that the gain of another split must exceed. The tuner asks for more: what it is
 wrong about costs hits at once, and comes back. A split is looked at again until the next start."""
@@ -77,7 +80,7 @@ def compare_splits(
         and (split.kv_tokens > now.kv_tokens or growth <= SETTLED)
     ]
     splits = [now, *sorted(others, key=lambda split: abs(split.slots - now.slots))]
-    found = replay(window, spec, [*splits, bytes_of(now, window.cost)])
+    found = replay(window, spec, [*splits, now.bytes(window.cost)])
     regrets: Regrets[Split] = Regrets()
     regrets.learn(dict(zip(splits, found[:-1], strict=True)))
     best = regrets.choose(now, Rules.margin, SURE)
@@ -94,11 +97,8 @@ def growth_of(window: RequestWindow) -> float:
     return fmean(lengths[half:]) / fmean(lengths[:half]) if half else 1.0
 
 
-def bytes_of(split: Split, cost: CostModel) -> int:
-    """Of both pools."""
-    return split.kv_tokens * cost.kv_bytes_per_token + split.slots * cost.state_bytes
-
-
 def splits_of(now: Split, cost: CostModel) -> list[Split]:
     """The memory of `now` in other shares."""
-    return [Split.of(bytes_of(now, cost), cost, share / (1 - share)) for share in SHARES]
+    memory, spills = now.bytes(cost), now.spilled > 0
+    shares = (SMALLEST, *SHARES) if spills else SHARES
+    return [Split.of(memory, cost, share / (1 - share), spills=spills) for share in shares]

@@ -12,7 +12,7 @@ from sglang_hybrid.core.costs.cost import IntArray
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.traffic.recorder import RequestWindow
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import counted_hits
-from sglang_hybrid.extensions.lab.simulation.tuner.splits import bytes_of, compare_splits, splits_of
+from sglang_hybrid.extensions.lab.simulation.tuner.splits import compare_splits, splits_of
 from sglang_hybrid.extensions.lab.systems import Spec
 from tests.extensions.lab.simulation.tuner.traffic import COST, POOLS, conversations, window
 
@@ -24,8 +24,8 @@ FEW_TOKENS, FEW_SLOTS = Split(800, 9), Split(5_000, 2)
 
 def test_splits_take_the_same_memory() -> None:
     for split in splits_of(POOLS, COST):
-        memory = bytes_of(POOLS, COST)
-        assert memory - COST.state_bytes < bytes_of(split, COST) <= memory
+        memory = POOLS.bytes(COST)
+        assert memory - COST.state_bytes < split.bytes(COST) <= memory
 
 
 def asked(room: Split = FEW_TOKENS, requests: int = 80) -> RequestWindow:
@@ -52,7 +52,7 @@ def test_one_memory_is_replayed_beside_splits() -> None:
     window = asked()
     assert window.serving is not None
     serving = replace(window.serving, one_memory=True)
-    one = replace(window, budget=bytes_of(FEW_TOKENS, COST), serving=serving)
+    one = replace(window, budget=FEW_TOKENS.bytes(COST), serving=serving)
     assert found.hits_one == counted_hits(one, REUSE).sum() > found.hits_now
 
 

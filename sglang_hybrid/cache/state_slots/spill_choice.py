@@ -1,0 +1,65 @@
+"""Conditions under which states without a slot may lie in the place of KV."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final
+
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.hybrid_arch import mambaish_config
+
+from sglang_hybrid.checkpoints.support import one_slot_per_request, plans_checkpoints
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Eviction, Memory
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+SLOTS_PER_REQUEST: Final = Fraction(5, 4)
+"""State slots that a running request counts for: its own, and of every fourth the one that a
+prefill leaves a state in, which can move to KV once it is in the tree."""
+
+MORE_BESIDE_SLOTS: Final = ("Qwen4ExpForConditionalGeneration", "InklingForConditionalGeneration")
+"""Models that keep more for each slot than SGLang's pool of states has."""
+
+PLAIN_KV: Final = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+"""Types of KV whose rows have no scales beside them."""
+
+
+def states_spill(server_args: ServerArgs) -> bool:
+    """True if states without a slot may lie in the place of KV, as far as flags and model tell.
+
+    server_args: SGLang's, resolved or as far as they are.
+    """
+    view, options = resolving_view(server_args), HybridConfig.from_environment()
+    return (
+        options.hybrid_memory is not Memory.SPLIT
+        and options.policy is not Eviction.SGLANG_LRU
+        and not options.hybrid_device_codec.may_change
+        and plans_checkpoints(view)
+        and one_slot_per_request(view)
+        and not _forbidden_by_flags(view)
+        and _has_plain_states(model_config_of(server_args))
+    )
+
+
+def _forbidden_by_flags(view: Any) -> bool:
+    return bool(
+        view.enable_unified_memory
+        or view.enable_hierarchical_cache
+        or view.pp_size > 1
+        or view.disaggregation_mode != "null"
+        or view.enable_kv_cache_sharding
+        or view.kv_cache_dtype not in PLAIN_KV
+    )
+
+
+def _has_plain_states(model: Any) -> bool:
+    """True if the model has one pool of KV, and states with nothing beside them."""
+    names = set(model.hf_config.architectures or ())
+    return (
+        mambaish_config(model) is not None
+        and not model.is_hybrid_swa
+        and not names & set(MORE_BESIDE_SLOTS)
+    )
