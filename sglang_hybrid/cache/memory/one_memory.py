@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -57,21 +57,26 @@ class OneMemoryCache(UnifiedRadixCache):
             )
             return
 
-        moved = Counter() if self.spilled is None else Counter(self.spilled.freed)
+        before = Counter() if self.spilled is None else Counter(self.spilled.freed)
 
-        def enough(what: ComponentType) -> bool:
+        def surplus(what: ComponentType) -> int:
+            """What is there beyond what is asked for; below 0 if that is not there yet."""
+            targets = available_size_targets
+            if targets is None and request_by_type[what]:
+                moved = 0 if self.spilled is None else self.spilled.freed[what] - before[what]
+                return tracker[what] + moved - request_by_type[what]
+            there, least = (what, 0) if targets is None else targets.get(what, (what, 0))
+            return int(self._component_available_size(there)) - least
+
+        def enough() -> bool:
             if allocation_reclaim_satisfied is not None:
                 return allocation_reclaim_satisfied()
-            if available_size_targets is None:
-                freed = 0 if self.spilled is None else self.spilled.freed[what] - moved[what]
-                return tracker[what] + freed >= request_by_type[what]
-            target = available_size_targets.get(what)
-            return target is None or self._component_available_size(target[0]) >= target[1]
+            return all(surplus(what) >= 0 for what in tracker)
 
         self.tree_core.evict_device_start(ComponentType.MAMBA, UNBOUNDED)
         try:
-            while lacking := [what for what in tracker if not enough(what)]:
-                if self.spilled is not None and self._move(lacking, available_size_targets or {}):
+            while not enough():
+                if allocation_reclaim_satisfied is None and self._move(surplus):
                     continue
                 node_id, made_progress = self._evict_device_next_node(ComponentType.MAMBA, tracker)
                 if node_id is not None:
@@ -81,20 +86,16 @@ class OneMemoryCache(UnifiedRadixCache):
         finally:
             self.tree_core.evict_device_end(ComponentType.MAMBA)
 
-    def _move(
-        self,
-        lacking: Container[ComponentType],
-        targets: Mapping[ComponentType, tuple[ComponentType, int]],
-    ) -> bool:
-        """Move a state to where its bytes are not `lacking`, if that takes nothing of what is to be
-        there for `targets`; returns whether one was moved.
+    def _move(self, surplus: Callable[[ComponentType], int]) -> bool:
+        """Move a state from where room is lacking, if there is a `surplus` of the other kind;
+        returns whether one was moved.
         """
-        assert self.spilled is not None
-        if ComponentType.MAMBA in lacking:
-            _, tokens = targets.get(ComponentType.FULL, (None, 0))
-            return ComponentType.FULL not in lacking and self.spilled.spill(tokens)
-        _, slots = targets.get(ComponentType.MAMBA, (None, 0))
-        return self.spilled.bring_back(slots)
+        if self.spilled is None:
+            return False
+        kv, slots = surplus(ComponentType.FULL), surplus(ComponentType.MAMBA)
+        if slots < 0:
+            return kv >= self.spilled.tokens and self.spilled.spill()
+        return slots > 0 and self.spilled.bring_back()
 
     def _give_up_leaf(self, node_id: int, tracker: dict[ComponentType, int]) -> None:
         """Evict a leaf; where SGLang writes back, after its copy to the host (1028-1052)."""

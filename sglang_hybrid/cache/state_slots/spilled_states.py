@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache.state_slots.slots import free_slots
 from sglang_hybrid.cache.state_slots.state_rows import StateRows
 from sglang_hybrid.serving.device_streams import on_stream
 
@@ -104,13 +103,11 @@ class SpilledStates:
 
     # Moves.
 
-    def spill(self, kept_free: int = 0) -> bool:
-        """Move the state that was used least recently of those that nobody holds, if then
-        `kept_free` tokens of KV are free still; returns whether one was moved.
+    def spill(self) -> bool:
+        """Move the state that was used least recently of those that nobody holds to free KV;
+        returns whether there was one, and room for it.
         """
-        if not self._movable or self._kv.available_size() < self.tokens + kept_free:
-            return False
-        tokens = self._kv.alloc(self.tokens)
+        tokens = self._kv.alloc(self.tokens) if self._movable else None
         if tokens is None:
             return False
         name = next(iter(self._movable))
@@ -127,15 +124,13 @@ class SpilledStates:
         self.spilled += 1
         return True
 
-    def bring_back(self, kept_free: int = 0) -> bool:
-        """Move the state that was spilled last into a free slot, if then `kept_free` slots are free
-        still; returns whether one was moved.
+    def bring_back(self) -> bool:
+        """Move the state that was spilled last into a free slot; returns whether there was one, and
+        a slot for it.
         """
         name = next(reversed(self._at), None)
-        if name is None or free_slots(self._slots) <= kept_free:
-            return False
-        slot = self._slots.alloc(1)
-        if slot is None:
+        slot = None if name is None else self._slots.alloc(1)
+        if name is None or slot is None:
             return False
         node = self._cache.tree_core.node_by_id(name)
         tokens = self._at.pop(name)
