@@ -1,4 +1,6 @@
-"""Two pools that fit the traffic: the split that one half of a trace chooses, on the other half."""
+"""Two pools that lend, and fit the traffic: the split that one half of a trace chooses, on the
+other half.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,9 @@ PAPER = "the paper's 7B"
 SIZES = (PAPER, *HYBRIDS)
 STATICS = (0.15, 0.3, 0.5, 0.75)
 """Of the memory, for states, beside the default split: what nobody knows beforehand."""
-HEADS = ("default split", "at the start", "best of a few", "one memory")
+HEADS = ("apart", "default", "at the start", "best of a few", "one memory")
 LOST = 1.0
-"""Points below the default split that count as a loss."""
+"""Points below pools that lend nothing that count as a loss."""
 
 
 class Played(NamedTuple):
@@ -121,7 +123,8 @@ def learnt_split(half: Half, now: Split, context: int, folder: Path) -> Split:
     learnt = read_split(path)
     if learnt is None:
         return now
-    return Split.of(now.bytes(half.cost), half.cost, round(learnt.states_to_kv, 3))
+    memory, ratio = now.bytes(half.cost), round(learnt.states_to_kv, 3)
+    return Split.of(memory, half.cost, ratio, spills=now.spilled > 0)
 
 
 def _window(recorder: Recorder, cost: CostModel) -> RequestWindow:
@@ -150,15 +153,18 @@ def _setup(cost: CostModel, split: Split, context: int) -> ServerSetup:
         all_admitted=False,
         no_buffer=True,
         no_buffer_asked=False,
+        spills=split.spilled > 0,
     )
 
 
 class Rates(NamedTuple):
-    """Hit rates of the second half of a row in percent: two pools at the default split, at the one
-    that the first half chose, at the best of a few, and one memory. share: of the bytes, for
-    states, as the first half chose.
+    """Hit rates of the second half of a row in percent: two pools that lend nothing, with the split
+    that they have by default; pools whose states spill, at the default split, at the one that the
+    first half chose, at the best of a few; and one memory. share: of the bytes, for slots, as the
+    first half chose.
     """
 
+    apart: float
     default: float
     learnt: float
     best: float
@@ -172,36 +178,33 @@ def measure(requests: Sequence[Request], cost: CostModel, memory: int) -> Rates:
     start = requests[0].arrival  # a window's clock begins with its first request
     shifted = [replace(it, arrival=it.arrival - start) for it in requests[:middle]]
     first, second = Half(shifted, cost), Half(requests[middle:], cost)
-    now = Split.of(memory, cost)
+    now = Split.of(memory, cost, spills=True)
     context = max(len(request.tokens) for request in requests)
     with TemporaryDirectory() as folder:
         learnt = learnt_split(first, now, context, Path(folder))
-    few = [Split.of(memory, cost, share / (1 - share)) for share in STATICS]
+    few = [Split.of(memory, cost, share / (1 - share), spills=True) for share in STATICS]
     best = max(second.hit_rate(split) for split in (now, learnt, *few))
     share = 100 * learnt.slots * cost.state_bytes / memory
-    default, chosen, one = (second.hit_rate(budget) for budget in (now, learnt, memory))
-    return Rates(default, chosen, best, one, share)
+    budgets = (Split.of(memory, cost), now, learnt, memory)
+    apart, default, chosen, one = (second.hit_rate(budget) for budget in budgets)
+    return Rates(apart, default, chosen, best, one, share)
 
 
 def conclude(found: dict[Row, Rates]) -> list[str]:
-    """Cells of the summary: mean hit rates, percent of the mean distance from two pools to one
-    memory that the learnt split closes, the mean of that over rows whose distance is a point or
-    more, how many rows lose, and the worst one.
+    """Cells of the summary: mean hit rates; percent of the mean distance from pools that lend
+    nothing to one memory that spilling closes, at the default split and at the learnt one; and how
+    many rows lose, and the worst one, by default and with the learnt split.
     """
-    means = [fmean(column) for column in zip(*found.values(), strict=True)][:4]
-    gain, distance = means[1] - means[0], means[3] - means[0]
-    apart = [it for it in found.values() if it.one - it.default >= 1]
-    closed = [100 * (it.learnt - it.default) / (it.one - it.default) for it in apart]
-    gains = {row: it.learnt - it.default for row, it in found.items()}
-    worst = min(gains, key=lambda row: gains[row])
-    losses = sum(each < -LOST for each in gains.values())
-    return [
-        *(f"{mean:.1f}" for mean in means),
-        f"{100 * gain / distance:.0f}",
-        f"{fmean(closed or [0]):.0f} ({len(closed)} rows)",
-        f"{losses} of {len(gains)}",
-        f"{gains[worst]:+.1f} ({worst[0]}, {worst[1]:g} GB)",
-    ]
+    means = [fmean(column) for column in zip(*found.values(), strict=True)][:5]
+    distance = means[4] - means[0]
+    cells = [f"{mean:.1f}" for mean in means]
+    cells += [f"{100 * (mean - means[0]) / distance:.0f}" for mean in means[1:3]]
+    for served in ("default", "learnt"):
+        gains = {row: getattr(it, served) - it.apart for row, it in found.items()}
+        worst = min(gains, key=lambda row: gains[row])
+        losses = sum(each < -LOST for each in gains.values())
+        cells.append(f"{losses} of {len(gains)}, {gains[worst]:+.1f} ({worst[0]}, {worst[1]:g} GB)")
+    return cells
 
 
 def pools(
@@ -209,29 +212,31 @@ def pools(
     traces: Folder = TRACES,
     seeds: Annotated[tuple[int, ...], "of generated traffic, beside the traces"] = (0,),
 ) -> None:
-    """How much of the distance from two pools to one memory a learnt split closes.
+    """How much of the distance from two pools to one memory spilled states close.
 
-    A server with two pools serves the first half of a trace, compares splits as it does while it
-    runs, and is started again: the second half, from an empty cache, with the default split, with
-    what the first half chose, with the best of a few splits, and in one memory. Nothing of the
-    second half took part in the choice. Under `reuse`, request after request, in percent of the
-    prompt tokens; the longest request has to fit into the KV. `closed`: of the mean distance, and
-    of each row whose distance is a point or more, the mean.
+    A server with two pools whose states spill into KV serves the first half of a trace, compares
+    splits as it does while it runs, and is started again: the second half, from an empty cache,
+    with the default split, with what the first half chose, with the best of a few splits; with two
+    pools that lend each other nothing, at the split that they have by default (apart); and in one
+    memory. Nothing of the second half took part in the choice. Under `reuse`, request after
+    request, in percent of the prompt tokens; the longest request has to fit into the KV. `closed`:
+    of the mean distance from `apart` to one memory. What loses is counted against `apart`.
     """
     runner, rows = read_and_generate(traces, max(seeds) + 1)
     left_out = {str(seed) for seed in range(max(seeds)) if seed not in seeds}
     rows = [row for row in rows if row[0].rpartition(" ")[2] not in left_out]
     summary: dict[str, list[str]] = {}
-    table = Table("sizes", "trace", "GB", *HEADS, "states' share", text=2)
+    table = Table("sizes", "trace", "GB", *HEADS, "slots' share", text=2)
     for name in sizes:
         cost = COST if name == PAPER else cost_of(name)
         found = {row: measure(runner.traces[row[0]], cost, int(row[1] * 1e9)) for row in rows}
         for (trace, size), rates in found.items():
-            cells = (f"{rate:.1f}" for rate in rates[:4])
+            cells = (f"{rate:.1f}" for rate in rates[:5])
             table.row(name, trace, f"{size:g}", *cells, f"{rates.share:.0f} %")
         summary[name] = conclude(found)
     print()
-    closed = ("closed, %", "closed in rows, %", f"rows that lose over {LOST:g} point", "worst row")
+    lose = f"lose over {LOST:g} point, worst:"
+    closed = ("default closes, %", "at the start closes, %", f"{lose} default", f"{lose} start")
     table = Table("means of", *HEADS, *closed)
     for name, concluded in summary.items():
         table.row(name, *concluded)

@@ -4,6 +4,7 @@
     python -m scripts.gpu_check.models nemotron-h --float32    # where a wrong state cannot hide
     python -m scripts.gpu_check.models nemotron-h --cpu        # on a machine without a GPU
     python -m scripts.gpu_check.models nemotron-h --float32 --tiers   # hits from host memory
+    python -m scripts.gpu_check.models nemotron-h --float32 --spills  # of states in the place of KV
     python -m scripts.gpu_check.models nemotron-h --stand-ins -- --page-size 16
 
 With --stand-ins the server has torch's functions in place of SGLang's CUDA packages (stand_ins/).
@@ -56,6 +57,11 @@ TIER_PROMPTS, TIER_TOKENS = 24, 600
 SMALLER = ("--max-total-tokens", "4800", "--max-mamba-cache-size", "24")
 """A device that holds a third of those prompts."""
 TIERS = ("--enable-hierarchical-cache", "--hicache-size", "1", *SMALLER)
+SPILLS = (
+    *("--hybrid-memory", "auto", "--mamba-full-memory-ratio", "0.5"),
+    *("--max-total-tokens", "32000", "--max-mamba-cache-size", "8"),
+)
+"""Two pools, with room for those prompts, and with slots for a sixth of their states."""
 NO_TRITON = {"lfm2", "lfm2-moe"}
 """Models whose attention SGLang does not compute with Triton."""
 NEW_TOKENS = 6
@@ -213,10 +219,8 @@ def check_at_once(url: str, close: float) -> None:
     )
 
 
-def check_tiers(url: str, close: float) -> None:
-    """Report prompts that are asked in turn, of which the device holds a third: the others' states
-    and KV come from host memory.
-    """
+def check_in_turn(url: str, what: str, close: float) -> None:
+    """Report prompts that are asked in turn. what: where most of their states are by then."""
     flush(url)
     prompts = [prompt(TIER_TOKENS, 300 + number) for number in range(TIER_PROMPTS)]
     for _ in range(2):
@@ -228,10 +232,17 @@ def check_tiers(url: str, close: float) -> None:
     pairs = list(zip(again, prompts, strict=True))
     apart = max(difference(url, record, tokens) for record, tokens in pairs[::4])
     tell(
-        "hits from host memory",
+        f"hits from {what}",
         f"{found:,} of {asked:,} tokens hit; log probabilities differ by at most {apart:.4f}",
         found > asked // 2 and apart < close,
     )
+
+
+def check_spills(url: str) -> None:
+    """Report how many states ever had no slot, and lay in the place of KV."""
+    spilled = server_info(url)["internal_states"][0]["hybrid_cache"]["spilled"]
+    count = 0 if spilled is None else int(spilled["spilled"])
+    tell("states in the place of KV", f"{count:,} in all", count > 0)
 
 
 def check_moves(url: str, *, needed: bool) -> None:
@@ -293,6 +304,7 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--stand-ins", action="store_true")
     parser.add_argument("--tiers", action="store_true")
+    parser.add_argument("--spills", action="store_true")
     argv = sys.argv[1:]
     end = argv.index("--") if "--" in argv else len(argv)
     options, more = parser.parse_args(argv[:end]), argv[end + 1 :]
@@ -306,14 +318,17 @@ def main() -> int:
         if options.stand_ins:
             flags += stand_ins.FLAGS
             flags += ("--attention-backend", "torch_native") if name in NO_TRITON else ()
-        flags += TIERS if options.tiers else ()
+        flags += TIERS if options.tiers else SPILLS if options.spills else ()
         flags += more
         environment = stand_ins.environment_with(stand_ins=options.stand_ins)
         try:
             with ServerProcess(flags, environment=environment) as server:
                 page = check_choices(name, server, gpu=not options.cpu)
                 if options.tiers:
-                    check_tiers(server.url, close)
+                    check_in_turn(server.url, "host memory", close)
+                elif options.spills:
+                    check_in_turn(server.url, "the place of KV", close)
+                    check_spills(server.url)
                 else:
                     for hit in hits(server.url, model):
                         check_hit(server.url, hit, close, page)

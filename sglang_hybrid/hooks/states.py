@@ -24,8 +24,8 @@ def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int | F
     memory = get_memory()
     if memory.disable_radix_cache or memory.radix_cache_backend != "hybrid":
         return mamba_ratio(configurator)
+    from sglang_hybrid.cache.state_slots import spill_choice
     from sglang_hybrid.cache.state_slots.slots import slots_per_request
-    from sglang_hybrid.cache.state_slots.spill_choice import SLOTS_PER_REQUEST, states_spill
     from sglang_hybrid.checkpoints.support import plans_checkpoints, receives_states
 
     needed: int = 1 + get_mamba_tracking_slots(
@@ -40,7 +40,9 @@ def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int | F
         return slots
     drafts = get_spec().speculative_algorithm is not None  # each request has states of drafts, too
     if needed == 1 and not drafts and plans_checkpoints(configurator.server_args):
-        return SLOTS_PER_REQUEST if states_spill(configurator.server_args) else HELD_AND_KEPT
+        if spill_choice.states_spill(configurator.server_args):
+            return spill_choice.slots_per_request(get_schedule().max_mamba_cache_size)
+        return HELD_AND_KEPT
     return mamba_ratio(configurator)
 
 

@@ -41,11 +41,11 @@ def test_the_first_half_chooses(tmp_path: Path) -> None:
 def test_what_is_said_of_all_rows() -> None:
     """Rows without a distance count in the means, and as losses."""
     found = {
-        ("a", 1.0): Rates(50, 56, 60, 60, 20),
-        ("b", 2.0): Rates(70, 68, 70, 70.5, 20),
-        ("c", 4.0): Rates(80, 84, 84, 85, 20),
+        ("a", 1.0): Rates(50, 55, 56, 60, 60, 20),
+        ("b", 2.0): Rates(70, 69.5, 68, 70, 70.5, 20),
+        ("c", 4.0): Rates(80, 84, 84, 84, 85, 20),
     }
-    means, (closed, rows, losses, worst) = conclude(found)[:4], conclude(found)[4:]
-    assert means == ["66.7", "69.3", "71.3", "71.8"]
-    assert (closed, rows) == ("52", "70 (2 rows)")
-    assert (losses, worst) == ("1 of 3", "-2.0 (b, 2 GB)")
+    means, closed, losses = conclude(found)[:5], conclude(found)[5:7], conclude(found)[7:]
+    assert means == ["66.7", "69.5", "69.3", "71.3", "71.8"]
+    assert closed == ["55", "52"]
+    assert losses == ["0 of 3, -0.5 (b, 2 GB)", "1 of 3, -2.0 (b, 2 GB)"]

@@ -9,6 +9,8 @@ from tests.server.client import hybrid_cache
 
 TWO_POOLS = ("--hybrid-memory", "split")
 ONE_MEMORY = ("--hybrid-memory", "one")
+SPILLS = ("--mamba-full-memory-ratio", "0.5")
+"""Two pools on a CPU, whose states spill into KV."""
 
 
 def memory(server: ServerProcess) -> dict[str, Any]:

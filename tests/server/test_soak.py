@@ -22,7 +22,7 @@ from tests.server.client import (
     logprobs,
     said,
 )
-from tests.server.one_memory import ONE_MEMORY, TWO_POOLS, all_is_free
+from tests.server.one_memory import ONE_MEMORY, SPILLS, TWO_POOLS, all_is_free
 from tests.server.soak import Soak, Watched
 from tests.server.test_checkpoints import LAZY
 from tests.server.test_speculation import HEAD, NGRAM
@@ -99,6 +99,7 @@ EXTRA_BUFFER = ("--mamba-radix-cache-strategy", "extra_buffer", "--page-size", "
 CONFIGURATIONS = {
     "default": Configuration(REQUESTS, PRIORITIES),
     "two pools": Configuration(FEWER, (*PRIORITIES, *TWO_POOLS)),
+    "spilled states": Configuration(FEWER, (*PRIORITIES, *SPILLS)),
     "two pools, host memory": Configuration(FEWER, (*PRIORITIES, *TWO_POOLS, *HOST)),
     "two pools, page 16": Configuration(
         FEWER, (*PRIORITIES, *EXTRA_BUFFER, *TWO_POOLS), slots=2 * 3 * RUNNING

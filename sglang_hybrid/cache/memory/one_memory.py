@@ -76,8 +76,11 @@ class OneMemoryCache(UnifiedRadixCache):
         self.tree_core.evict_device_start(ComponentType.MAMBA, UNBOUNDED)
         try:
             while not enough():
-                if allocation_reclaim_satisfied is None and self._move(surplus):
-                    continue
+                if allocation_reclaim_satisfied is None and self.spilled is not None:
+                    if self._move(self.spilled, surplus):
+                        continue
+                    if surplus(ComponentType.FULL) >= 0 and not self.spilled.movable:
+                        break  # requests hold all slots, so no victim frees one
                 node_id, made_progress = self._evict_device_next_node(ComponentType.MAMBA, tracker)
                 if node_id is not None:
                     self._give_up_leaf(node_id, tracker)
@@ -86,16 +89,15 @@ class OneMemoryCache(UnifiedRadixCache):
         finally:
             self.tree_core.evict_device_end(ComponentType.MAMBA)
 
-    def _move(self, surplus: Callable[[ComponentType], int]) -> bool:
+    @staticmethod
+    def _move(spilled: SpilledStates, surplus: Callable[[ComponentType], int]) -> bool:
         """Move a state from where room is lacking, if there is a `surplus` of the other kind;
         returns whether one was moved.
         """
-        if self.spilled is None:
-            return False
         kv, slots = surplus(ComponentType.FULL), surplus(ComponentType.MAMBA)
         if slots < 0:
-            return kv >= self.spilled.tokens and self.spilled.spill()
-        return slots > 0 and self.spilled.bring_back()
+            return kv >= spilled.tokens and spilled.spill()
+        return slots > 0 and spilled.bring_back()
 
     def _give_up_leaf(self, node_id: int, tracker: dict[ComponentType, int]) -> None:
         """Evict a leaf; where SGLang writes back, after its copy to the host (1028-1052)."""

@@ -16,9 +16,9 @@ from sglang_hybrid.serving.flag_values import Eviction, Memory
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-SLOTS_PER_REQUEST: Final = Fraction(5, 4)
-"""State slots that a running request counts for: its own, and of every fourth the one that a
-prefill leaves a state in, which can move to KV once it is in the tree."""
+SPARE, LEAST_SPARE = 5, 8
+"""One slot in so many is left for the states of prefills under way, and so many at least, but no
+more than half. A state can move to KV once it is in the tree."""
 
 MORE_BESIDE_SLOTS: Final = ("Qwen4ExpForConditionalGeneration", "InklingForConditionalGeneration")
 """Models that keep more for each slot than SGLang's pool of states has."""
@@ -42,6 +42,16 @@ def states_spill(server_args: ServerArgs) -> bool:
         and not _forbidden_by_flags(view)
         and _has_plain_states(model_config_of(server_args))
     )
+
+
+def slots_per_request(slots: int | None) -> Fraction:
+    """State slots that a running request counts for, of a pool with so many; None: it is not known
+    yet.
+    """
+    if slots is None or slots < 2:
+        return Fraction(SPARE, SPARE - 1)
+    spare = min(slots // 2, max(LEAST_SPARE, slots // SPARE))
+    return Fraction(slots, slots - spare)
 
 
 def _forbidden_by_flags(view: Any) -> bool:

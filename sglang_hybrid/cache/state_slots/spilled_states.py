@@ -76,9 +76,14 @@ class SpilledStates:
         return len(self._held) * self.tokens
 
     @property
+    def movable(self) -> int:
+        """States in slots that nobody holds."""
+        return len(self._movable)
+
+    @property
     def room(self) -> int:
         """States that could be spilled now without an eviction."""
-        return min(len(self._movable), int(self._kv.available_size()) // self.tokens)
+        return min(self.movable, int(self._kv.available_size()) // self.tokens)
 
     def describe(self) -> str:
         """The memory that a spilled state takes, for the log."""

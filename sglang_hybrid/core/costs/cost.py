@@ -24,7 +24,7 @@ IntArray = npt.NDArray[np.int64]
 TOKENS_PER_STATE = 1_000
 SHARE_OF_SLOTS = 0.5
 """Of the slots that states have otherwise, where those without one may lie in the place of KV. A
-running request then counts for 1.25 of them in place of 2, so 0.8 times as many run."""
+running request then counts for 1.25 of them or so in place of 2, so 0.8 times as many run."""
 LARGE_STATE_TOKENS, LARGE_STATES_TO_KV, MOST_STATES_TO_KV = 5_500, 0.2, 1.5
 """For two pools, see `CostModel.states_to_kv`."""
 

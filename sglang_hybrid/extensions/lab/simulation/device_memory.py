@@ -86,9 +86,14 @@ class DeviceMemory:
         free = max(0, budget.slots - states)
         if budget.spilled:
             kv = self.kv_used + self.kv_in_use + _spilled_tokens(budget, states)
-            kept = min(self.states_used, budget.slots - self.slots_in_use)
-            free += min(kept, (budget.kv_tokens - kv) // budget.spilled)
+            free += min(self.states_in_slots, (budget.kv_tokens - kv) // budget.spilled)
         return free
+
+    @property
+    def states_in_slots(self) -> int:
+        """States that are cached and have a slot, in pools of which states spill."""
+        assert isinstance(self.budget, Split)
+        return min(self.states_used, self.budget.slots - self.slots_in_use)
 
     def bytes_of(self, kv: int, states: int) -> int:
         """Bytes of so many tokens of KV and states."""

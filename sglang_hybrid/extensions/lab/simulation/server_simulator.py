@@ -68,8 +68,11 @@ class SimulatedStateSlots:
 
     def make_room(self) -> bool:
         """True if a slot is free, evicting if that helps."""
-        memory = self._memory
+        memory, budget = self._memory, self._memory.budget
+        spills = isinstance(budget, Split) and budget.spilled > 0
         while self.free() <= 0:
+            if spills and not memory.states_in_slots:
+                return False  # requests hold all slots, so no victim frees one
             if not memory.evict_one(memory.state_pool, spare_forks=False):
                 return False
         return True

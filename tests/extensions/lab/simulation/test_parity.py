@@ -139,17 +139,19 @@ def served(
     *,
     one_memory: bool = False,
     coded: bool = False,
+    spills: bool = False,
 ) -> tuple[Played, Split, CostModel]:
     """The results of the server's cache, on which pools, or in one memory of as many bytes, and its
     measured costs. coded: entries are coded before they are evicted, and rows are long enough for
-    that.
+    that. spills: states may lie in the place of KV; those that do are no slots that are held.
     """
     requests = trace(name, limit)
     longest = max(len(request.tokens) for request in requests) + 64
     kv = max(pools.kv_tokens, longest)
     sizes = Sizes(kv, pools.slots, grid=SERVING.grid, rows=4, context=longest)
-    if one_memory:
-        sizes = replace(sizes, one_memory=True, state_tokens=STATE_TOKENS)
+    if one_memory or spills:
+        kind = {"one_memory": one_memory, "spills": spills}
+        sizes = replace(sizes, **kind, state_tokens=STATE_TOKENS)
     if coded:
         sizes = replace(sizes, row=16)
     boundaries = MessageBoundaries(reply_opener=REPLY_OPENER)
@@ -166,8 +168,10 @@ def served(
         )
         return Played(hits, held), Split(kv, pools.slots), server.cache.cost
     free_kv, free_slots = server.free()
-    held = (kv - free_kv, pools.slots - free_slots)
-    return Played(hits, held), Split(kv, pools.slots), server.cache.cost
+    spilled = len(server.cache.spilled) if spills else 0
+    held = (kv - free_kv - spilled * STATE_TOKENS, pools.slots - free_slots + spilled)
+    room = Split(kv, pools.slots, STATE_TOKENS if spills else 0)
+    return Played(hits, held), room, server.cache.cost
 
 
 def simulated(
@@ -214,6 +218,20 @@ def test_the_simulator_is_the_server_in_one_memory(name: str, policy: str) -> No
     one = compare_in_one_memory(name, 300, POOLS[name][0], policy)
     two, _, _ = served(name, 300, POOLS[name][0], policy)
     assert one != two
+
+
+@pytest.mark.parametrize("policy", some(["reuse"], OURS))
+@pytest.mark.parametrize("name", TRACES_OF_BOTH)
+def test_states_spill_as_on_the_server(name: str, policy: str) -> None:
+    """Token by token, with few slots and with more; and a slot less is seen."""
+    for slots in (12, 24):
+        theirs, pools, cost = served(
+            name, 300, replace(POOLS[name][0], slots=slots), policy, spills=True
+        )
+        assert sum(theirs.hits) > 0
+        assert simulated(trace(name, 300), pools, cost, policy) == theirs
+        fewer = replace(pools, slots=slots - 1)
+        assert simulated(trace(name, 300), fewer, cost, policy).hits != theirs.hits
 
 
 @pytest.mark.parametrize("one_memory", [False, True])

@@ -1,0 +1,58 @@
+"""Two pools whose states spill into KV: hits on states that have no slot are exact, whatever the
+layers, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.server.client import (
+    Serve,
+    ask,
+    cached,
+    cold,
+    flush,
+    hybrid_cache,
+    random_prompt,
+    said,
+    same,
+)
+from tests.server.one_memory import SPILLS, all_is_free
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SLOTS, PROMPTS, TOKENS, NEW_TOKENS = 6, 12, 300, 6
+POOLS = ("--max-mamba-cache-size", str(SLOTS), "--max-total-tokens", "24000")
+
+
+@pytest.mark.parametrize("architecture", ["nemotron-h", "qwen3-next", "kimi-linear", "falcon-h1"])
+def test_hits_on_spilled_states_are_exact(architecture: str, serve: Serve, seed: int) -> None:
+    """Twice as many prompts as slots, asked again: most of what they resume from lies in KV. Two
+    at a time, for each needs a slot of its own meanwhile, and slots for the states that it leaves.
+    """
+    prompts = [random_prompt(TOKENS + 7 * at, seed=seed % 2**16 + at) for at in range(PROMPTS)]
+    with serve(*SPILLS, *POOLS, of=architecture) as server:
+        assert hybrid_cache(server.url)["memory"] is None
+        with ThreadPoolExecutor(2) as pool:
+            first = list(pool.map(lambda ids: ask(server.url, ids, NEW_TOKENS), prompts))
+            again = list(pool.map(lambda ids: ask(server.url, ids, NEW_TOKENS), prompts))
+        assert not any(cached(record) for record in first)
+        spilled = hybrid_cache(server.url)["spilled"]
+        assert spilled["now"] > PROMPTS - SLOTS
+        assert spilled["fetched"] > 0
+        hits = [cached(record) for record in again]
+        assert sum(hits) > 0.9 * sum(map(len, prompts))
+        for prompt, record in zip(prompts, again, strict=True):
+            assert same(record, cold(server.url, prompt, NEW_TOKENS))
+        flush(server.url)
+        seen = hybrid_cache(server.url)
+        assert all_is_free(seen, SLOTS)
+        assert seen["spilled"]["now"] == 0
+        assert said(server)
+
+
+def test_pools_lend_nothing_where_that_was_asked_for(serve: Serve) -> None:
+    with serve("--hybrid-memory", "split", *POOLS) as server:
+        assert hybrid_cache(server.url)["spilled"] is None
