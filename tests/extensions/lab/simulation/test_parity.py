@@ -223,15 +223,18 @@ def test_the_simulator_is_the_server_in_one_memory(name: str, policy: str) -> No
 @pytest.mark.parametrize("policy", some(["reuse"], OURS))
 @pytest.mark.parametrize("name", TRACES_OF_BOTH)
 def test_states_spill_as_on_the_server(name: str, policy: str) -> None:
-    """Token by token, with few slots and with more; and a slot less is seen."""
+    """Token by token, with few slots and with more. Less KV is seen, and pools that lend nothing."""
     for slots in (12, 24):
         theirs, pools, cost = served(
             name, 300, replace(POOLS[name][0], slots=slots), policy, spills=True
         )
         assert sum(theirs.hits) > 0
         assert simulated(trace(name, 300), pools, cost, policy) == theirs
-        fewer = replace(pools, slots=slots - 1)
-        assert simulated(trace(name, 300), fewer, cost, policy).hits != theirs.hits
+        for other in (
+            replace(pools, kv_tokens=pools.kv_tokens - pools.kv_tokens // 10),
+            replace(pools, spilled=0),
+        ):
+            assert simulated(trace(name, 300), other, cost, policy).hits != theirs.hits
 
 
 @pytest.mark.parametrize("one_memory", [False, True])
