@@ -223,7 +223,7 @@ def test_the_simulator_is_the_server_in_one_memory(name: str, policy: str) -> No
 @pytest.mark.parametrize("policy", some(["reuse"], OURS))
 @pytest.mark.parametrize("name", TRACES_OF_BOTH)
 def test_states_spill_as_on_the_server(name: str, policy: str) -> None:
-    """Token by token, with few slots and with more. Less KV is seen, and pools that lend nothing."""
+    """Token by token, with few slots and with more. Less KV is seen, and pools that do not lend."""
     for slots in (12, 24):
         theirs, pools, cost = served(
             name, 300, replace(POOLS[name][0], slots=slots), policy, spills=True
