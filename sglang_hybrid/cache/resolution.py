@@ -351,9 +351,9 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
     server's traffic asked for, or `CostModel.states_to_kv`. SGLang's is meant for a state per chunk
     of a prefill, and planned ones are fewer.
 
-    Where states spill into KV they get half of it. Where prompts can only be short, states get
-    more: a slot that no running request holds, every other one, has no more KV beside it than the
-    longest request.
+    Where states spill into KV they get half of it. Elsewhere, where prompts can only be short, they
+    get more: a slot that no running request holds, every other one, has no more KV beside it than
+    the longest request.
     """
     view = resolving_view(server_args)
     if view.mamba_full_memory_ratio is not None or not plans_checkpoints(view):
@@ -361,11 +361,13 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
     cost = cost_of_model(model_config_of(server_args).hf_config)
     if cost is None or not cost.state_bytes:
         return
-    longest = model_config_of(server_args).context_len * max(1, cost.kv_bytes_per_token)
-    least = 2.1 * cost.state_bytes / longest  # pools are not to the byte what they are asked to be
     spills = states_spill(server_args)
-    usual = cost.spilling_states_to_kv if spills else cost.states_to_kv
-    ratio = round(max(usual, least), 3)
+    if spills:
+        ratio = round(cost.spilling_states_to_kv, 3)
+    else:
+        longest = model_config_of(server_args).context_len * max(1, cost.kv_bytes_per_token)
+        least = 2.1 * cost.state_bytes / longest  # pools are not to the byte what they should be
+        ratio = round(max(cost.states_to_kv, least), 3)
     path = None if view.max_mamba_cache_size is not None else split_path(server_args)
     learnt = path and read_split(path)
     if learnt and learnt.spills == spills:

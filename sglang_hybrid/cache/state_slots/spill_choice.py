@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
 
 from sglang_hybrid.checkpoints.support import one_slot_per_request, plans_checkpoints
+from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Eviction, Memory
 
@@ -22,6 +24,10 @@ more than half. A state can move to KV once it is in the tree."""
 
 MORE_BESIDE_SLOTS: Final = ("Qwen4ExpForConditionalGeneration", "InklingForConditionalGeneration")
 """Models that keep more for each slot than SGLang's pool of states has."""
+
+SMALLEST: Final = 100
+"""Tokens of KV that a state must take the place of. With fewer, states take less than a tenth of
+the memory in a pool of their own, and moving one takes as many launches as moving a large one."""
 
 PLAIN_KV: Final = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 """Types of KV whose rows have no scales beside them."""
@@ -66,10 +72,24 @@ def _forbidden_by_flags(view: Any) -> bool:
 
 
 def _has_plain_states(model: Any) -> bool:
-    """True if the model has one pool of KV, and states with nothing beside them."""
+    """True if the model has one pool of KV, and states with nothing beside them that are large
+    enough to be worth copies.
+    """
     names = set(model.hf_config.architectures or ())
     return (
         mambaish_config(model) is not None
         and not model.is_hybrid_swa
-        and not names & set(MORE_BESIDE_SLOTS)
+        and not names & {*MORE_BESIDE_SLOTS, *PURE_SSM_ARCHITECTURES}
+        and _tokens_of_state(model.hf_config) >= SMALLEST
     )
+
+
+def _tokens_of_state(hf_config: Any) -> float:
+    """Tokens of KV that take as many bytes as a state, by the model's config; 0 if it cannot be
+    read, or if there is no KV.
+    """
+    try:
+        cost = CostModel.from_config(hf_config.to_dict())
+    except ValueError:
+        return 0
+    return cost.state_bytes / cost.kv_bytes_per_token if cost.kv_bytes_per_token else 0

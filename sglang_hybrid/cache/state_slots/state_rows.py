@@ -29,6 +29,8 @@ class StateRows:
     """
 
     def __init__(self, kv: Sequence[Tensor], states: Sequence[Tensor], page: int) -> None:
+        if not kv:
+            raise ValueError("the model has no KV")
         self._kv = [_words_of_rows(tensor) for tensor in kv]
         sizes = [rows.shape[1] * rows.itemsize for rows in self._kv]
         self._states = [tensor for tensor in states if tensor.numel()]
