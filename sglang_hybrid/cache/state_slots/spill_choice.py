@@ -25,9 +25,9 @@ more than half. A state can move to KV once it is in the tree."""
 MORE_BESIDE_SLOTS: Final = ("Qwen4ExpForConditionalGeneration", "InklingForConditionalGeneration")
 """Models that keep more for each slot than SGLang's pool of states has."""
 
-SMALLEST: Final = 100
-"""Tokens of KV that a state must take the place of. With fewer, states take less than a tenth of
-the memory in a pool of their own, and moving one takes as many launches as moving a large one."""
+SMALLEST: Final = 50
+"""Tokens of KV that a state must take the place of. With fewer, states take less than a twentieth
+of the memory in a pool of their own, and one takes as many launches to move as a large one."""
 
 PLAIN_KV: Final = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 """Types of KV whose rows have no scales beside them."""
