@@ -31,6 +31,9 @@ WEIGHTS_SHARE = 0.6
 """Of a GPU's memory: larger weights count as so much, as if they were quantized or sharded."""
 
 
+SPILLS = "a state without a slot lies in the place of "
+
+
 @dataclass
 class Start:
     """A server as it would be. Sizes are of its first rank.
@@ -89,8 +92,14 @@ class Start:
             "eviction ",
             "KV and states have a pool each",
             "the cost of this model is",
+            SPILLS,
         )
         return [line for line in self.log if not line.startswith(of_every_server)]
+
+    @property
+    def spills(self) -> bool:
+        """True if states without a slot may lie in the place of KV."""
+        return any(line.startswith(SPILLS) for line in self.log)
 
     @property
     def pool_bytes(self) -> int:
