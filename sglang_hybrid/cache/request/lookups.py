@@ -159,6 +159,7 @@ class LookUps:
             has_states=self._cache.is_mamba_enabled,
             found=found,
             composed=self._composed(req),
+            missing_segments=self._cache.modular.missing(req),
         )
 
     def _composed(self, req: Req) -> int | None:

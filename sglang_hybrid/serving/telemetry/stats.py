@@ -96,7 +96,8 @@ class RequestReport:
     recurrent state, so only positions with a checkpoint can be hit. found: what each tier gave,
     None without tiers. exact: nothing that was hit comes from a smaller copy; None where there
     are none. composed: tokens of modules that were computed apart, 0 if the whole prompt was
-    computed instead; None for other prompts. full_hit: its first token needed no forward.
+    computed instead; None for other prompts. missing_segments: numbers of those modules that were
+    not there, in the prompt's order. full_hit: its first token needed no forward.
     changing_text: why it missed, under `CHANGING_TEXT`.
     """
 
@@ -111,6 +112,7 @@ class RequestReport:
     found: Found | None = None
     exact: bool | None = None
     composed: int | None = None
+    missing_segments: Sequence[int] = ()
     pinned: Sequence[int] = ()
     full_hit: bool = False
     changing_text: ChangingText | None = None
@@ -119,7 +121,7 @@ class RequestReport:
         """A request that declared positions is also told which of them behind the hit were kept,
         and how many tokens that makes a later request save beside those that were hit.
         """
-        kept = self.kept
+        kept, missing = self.kept, list(self.missing_segments)
         declared: dict[str, Any] = {
             "kept": kept,
             "written_tokens": kept[-1] - self.hit_tokens if kept else 0,
@@ -137,6 +139,7 @@ class RequestReport:
             **({} if self.found is None else {"tiers": self.found.as_dict()}),
             **({} if self.exact is None else {"exact": self.exact}),
             **({} if self.composed is None else {"composed_tokens": self.composed}),
+            **({"missing_segments": missing} if missing else {}),
             **({"full_hit": True} if self.full_hit else {}),
             **(
                 {}

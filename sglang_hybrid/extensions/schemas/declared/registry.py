@@ -120,7 +120,7 @@ class Draft:
 class Expanded:
     """A prompt as token ids, and what its answer says of it. positions: declared ones. modular: its
     segments, if modules are computed apart. start: tokens before a chat's own messages.
-    compute_segments: called if segments were missing.
+    compute_segments: called with the numbers of the segments that were missing.
     """
 
     registered: Registered
@@ -129,7 +129,7 @@ class Expanded:
     warnings: Sequence[str]
     modular: ModularPrompt | None = None
     start: int = 0
-    compute_segments: Callable[[], None] = lambda: None
+    compute_segments: Callable[[Sequence[int]], None] = lambda missing: None
 
     def on_answer(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
         """`meta_info.prompt` of an answer; the last one is counted."""
@@ -149,9 +149,10 @@ class Expanded:
         }
 
     def _modular_answer(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
-        composed = (meta_info.get("hybrid_cache") or {}).get("composed_tokens")
-        if composed == 0 and meta_info.get("finish_reason") is not None:
-            self.compute_segments()
+        told = meta_info.get("hybrid_cache") or {}
+        composed, missing = told.get("composed_tokens"), told.get("missing_segments")
+        if missing and meta_info.get("finish_reason") is not None:
+            self.compute_segments(missing)
         return {
             "schema": self.registered.schema.name,
             "mode": "modular",

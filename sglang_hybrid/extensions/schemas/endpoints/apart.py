@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+COMPOSED = {"nemotron_h", "qwen3_next", "kimi_linear"}
+"""Types of models with recurrent layers, all of which are Mamba-2, gated delta nets or KDA: what a
+prompt loses that is composed of their states was measured (docs/results/modular.md)."""
+
 _computing: set[asyncio.Task[None]] = set()  # tasks, which nobody else holds
 
 
@@ -43,11 +47,18 @@ def why_whole(manager: TokenizerManager) -> str:
             f"Pages have {manager.server_args.page_size} tokens, and modules end within pages, so "
             "the prompt was computed as a whole."
         )
-    cost = CostModel.from_config(manager.model_config.hf_config.to_dict())
-    if cost.state_bytes:
+    if not CostModel.from_config(manager.model_config.hf_config.to_dict()).state_bytes:
+        return ""
+    kind = manager.model_config.hf_text_config.model_type
+    if kind.removesuffix("_text") not in COMPOSED:
         return (
-            "The model has recurrent layers, whose states cannot be put together, so the prompt "
-            "was computed as a whole."
+            f"It is not known what is lost where states of recurrent layers as those of {kind} are "
+            "composed of modules, so the prompt was computed as a whole."
+        )
+    if manager.server_args.speculative_algorithm is not None:
+        return (
+            "With speculative decoding no states are left where modules end, so the prompt was "
+            "computed as a whole."
         )
     return ""
 
@@ -63,13 +74,13 @@ def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded
 
 def _ask_apart(
     manager: TokenizerManager, request: GenerateReqInput, prompt: ModularPrompt
-) -> Callable[[], None]:
+) -> Callable[[Sequence[int]], None]:
     """Make `request` one for modules computed apart; returns what computes its segments, if some
     are missing. Raises ValueError if its positions do not fit. One without segments is a prompt
     like others.
     """
     if not prompt.segments:
-        return lambda: None
+        return lambda missing: None
     answer = (request.sampling_params or {}).get("max_new_tokens") or 0
     last = prompt.last_position + answer
     if last >= manager.context_len:
@@ -83,10 +94,9 @@ def _ask_apart(
     places = tuple((one.start, len(one.ids)) for one in prompt.segments)
     server_part(request).imported = Imported(places, prompt.position, key)
 
-    def compute_segments() -> None:
-        task = asyncio.get_running_loop().create_task(
-            compute_apart(manager, key, salt, prompt.segments)
-        )
+    def compute_segments(missing: Sequence[int]) -> None:
+        segments = [prompt.segments[number] for number in missing]
+        task = asyncio.get_running_loop().create_task(compute_apart(manager, key, salt, segments))
         _computing.add(task)
         task.add_done_callback(_computing.discard)
 
