@@ -19,12 +19,13 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_hybrid.cache.request.segments import Composition
 from sglang_hybrid.core.returns.hints import PromptHints
-from sglang_hybrid.extensions.schemas.composition.recording import Kind, SegmentTracks
+from sglang_hybrid.extensions.schemas.composition.recording import Kind, Recording, SegmentTracks
 from sglang_hybrid.serving.requests.cache_fields import CacheFields, Imported, fields_of
 from sglang_hybrid.serving.stored_keys import composed_key, segment_key
 from tests.cache.backends import options
-from tests.cache.driver import MAMBA, Sizes
+from tests.cache.driver import MAMBA, Sizes, build_cache
 from tests.cache.tiers import TieredServer, mark
 from tests.examples import seeds
 
@@ -171,12 +172,13 @@ class SegmentServer(TieredServer):
         places = self.pool.req_to_token[req.kv.req_pool_idx, start:end].long()
         marks = torch.tensor([self._marked(req, at + 1) for at in range(start, end)])
         for rows in self._rows:
-            rows[places] = marks[:, None, None].to(rows.dtype).expand(-1, *rows.shape[1:])
+            where = self._rows_of(places)
+            rows[where] = marks[:, None, None].to(rows.dtype).expand(-1, *rows.shape[1:])
         self._put(req.kv.mamba_pool_idx.reshape(1), self._marked(req, end))
 
     def _put(self, slot: torch.Tensor, value: float) -> None:
         for tensor in (*self._states.conv, self._states.temporal):
-            tensor[:, int(slot)] = value
+            tensor[:, self._row_of(int(slot))] = value
 
     def _set_state(self, slot: torch.Tensor, tokens: list[int]) -> None:
         self._put(slot, self._marked(self._of, len(tokens)))
@@ -188,19 +190,21 @@ class SegmentServer(TieredServer):
         places, slot = self._resumed(req)
         expected = [self._marked(req, at + 1) for at in range(req.prefix_len)]
         for rows in self._rows:
-            assert rows[places][:, 0, 0].tolist() == expected, "KV of other tokens"
+            found = rows[self._rows_of(places)][:, 0, 0].tolist()
+            assert found == expected, "KV of other tokens"
         assert slot is not None
         asked = self.asked[req.rid]
         state = window = float(expected[-1])
         if asked.segments and fields_of(req).imported and req.prefix_len == asked.length:
             state, window = self._behind(asked), expected[-1]
             self.composed += 1
-        temporal, conv = self._states.temporal[:, slot], self._states.conv[0][:, slot]
+        row = self._row_of(slot)
+        temporal, conv = self._states.temporal[:, row], self._states.conv[0][:, row]
         assert temporal.unique().tolist() == [state], "the state of another prefix"
         assert conv.unique().tolist() == [window], "the window of another prefix"
         if req.kv.mamba_cow_src_index is not None:
             for tensor in (*self._states.conv, self._states.temporal):
-                tensor[:, int(req.kv.mamba_pool_idx)] = tensor[:, slot]
+                tensor[:, self._row_of(int(req.kv.mamba_pool_idx))] = tensor[:, row]
 
     def _behind(self, asked: Asked) -> float:
         """The state that is composed of those of the segments."""
@@ -244,9 +248,8 @@ def test_what_is_missing_is_said_and_computed_whole() -> None:
     at.run(at.segment(ONE, 1))
     req = at.ask(ONE)
     at.run(req)
-    assert at.cache.modular.missing(req) == [0, 2]
+    assert at.cache.modular.of(req) == Composition(0, [0, 2])
     assert at.cache.lookups.report(req).as_dict()["missing_segments"] == [0, 2]
-    assert req.prefix_len == 0 or at.cache.modular.composed(req) == 0
 
 
 def test_a_segment_without_its_transition_is_computed_again() -> None:
@@ -255,7 +258,7 @@ def test_a_segment_without_its_transition_is_computed_again() -> None:
     at.cache.modular._states.forget_all()
     req = at.ask(ONE)
     at.run(req)
-    assert at.cache.modular.missing(req) == [0, 1, 2]
+    assert at.cache.modular.of(req) == Composition(0, [0, 1, 2])
     at.compute(ONE)
     assert at.composes(ONE) == ONE.length
 
@@ -285,8 +288,8 @@ def test_without_a_slot_the_prompt_is_whole_and_nothing_is_lost() -> None:
     held = at.pool.mamba_allocator.alloc(at.free()[1])
     before = at.free()
     req = at.ask(ONE)
-    params = at.cache.modular._compose(req, at.key_of(req), fields_of(req).imported)
-    assert params.composed == 0 and not params.missing
+    found = at.cache.modular._compose(req, at.key_of(req), fields_of(req).imported)
+    assert found == Composition(0)
     assert at.free() == before
     for lock in locks:
         at.cache.unlock(lock)
@@ -310,23 +313,76 @@ def test_a_composed_state_that_cannot_be_copied_makes_the_prompt_whole(
     assert at.composes(ONE) == ONE.length and at.composed == 1
 
 
+def test_where_layers_do_not_tell_what_they_read_the_client_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or its server would compute the segments again behind each prompt."""
+    at = SegmentServer.made()
+    monkeypatch.setattr(Recording, "add", lambda *_: None)
+    at.compute(ONE)
+    req = at.ask(ONE)
+    at.run(req)
+    known = at.cache.modular.of(req)
+    assert "do not tell" in known.why_never and not known.missing
+
+
+def test_a_segment_that_was_retracted_has_its_transition() -> None:
+    at = SegmentServer.made(2)
+    at.run(at.segment(ONE, 1))
+    at.run(at.segment(ONE, 2))
+    req = at.segment(ONE, 0)
+    assert at.admit(req) and not at.prefill_step(req)
+    at.run(at.retract(req))
+    assert at.composes(ONE) == ONE.length and at.composed == 1
+
+
+def test_a_segment_of_one_token_is_computed_whenever_it_is_asked_for() -> None:
+    """It is no full hit, of which there would be no transition."""
+    at = SegmentServer.on(SIZES, options("reuse"), full_hits=True)
+    for _ in range(4):
+        at.run(at.segment(ONE, 2))
+        at.cache.modular.forget_all()
+    at.compute(ONE)
+    assert at.composes(ONE) == ONE.length
+
+
 def test_who_asks_for_exact_copies_gets_the_whole_prompt() -> None:
     at = SegmentServer.made()
     at.compute(ONE)
     req = at.ask(replace(ONE, exact_only=True))
     at.run(req)
-    assert at.cache.modular.composed(req) == 0 and not at.cache.modular.missing(req)
+    assert at.cache.modular.of(req) == Composition(0)
 
 
-@pytest.mark.parametrize("policy", ["reuse", "sglang-lru"])
-@pytest.mark.parametrize("seed", seeds(6))
-def test_any_traffic_resumes_from_its_own_kind(seed: int, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"one_pass": False}, "prefills leave no states"),
+        ({"unplanned": "speculative decoding"}, "prefills leave no states"),
+        ({"states_arrive": True}, "prefills leave no states"),
+    ],
+)
+def test_where_no_states_are_composed_the_client_is_told(more: dict[str, Any], why: str) -> None:
+    at = SegmentServer(build_cache(SIZES, options("reuse"), **more), SIZES)
+    req = at.ask(ONE)
+    at.look_up(req)
+    known = at.cache.modular.of(req)
+    assert why in known.why_never and not known.composed and not known.missing
+    assert req.skip_radix_cache_insert and req.position_offset == 0
+    assert why in at.cache.lookups.report(req).as_dict()["composes_nothing"]
+
+
+@pytest.mark.parametrize("kind", ["reuse", "sglang-lru", "one memory"])
+@pytest.mark.parametrize("seed", seeds(4))
+def test_any_traffic_resumes_from_its_own_kind(seed: int, kind: str) -> None:
     """Exact prompts of the same tokens, segments, composed prompts, of several tenants, with
     evictions, aborts, retractions, loads from the host and flushes: `_check_resumed` looks at each.
     """
     draw = random.Random(seed)
-    at = SegmentServer.made(draw.choice([0, 2]), policy=policy)
-    composed = 0
+    sizes = replace(SIZES, one_memory=True, state_tokens=12) if kind == "one memory" else SIZES
+    policy = "reuse" if sizes.one_memory else kind
+    at = SegmentServer.on(sizes, options(policy), draw.choice([0, 2]))
+    start = at.free()
     for _ in range(120):
         asked = drawn(draw, exact_only=draw.random() < 0.1)
         step = draw.random()
@@ -338,7 +394,7 @@ def test_any_traffic_resumes_from_its_own_kind(seed: int, policy: str) -> None:
         elif step < 0.9:
             req = at.ask(asked)
             at.run(req, draw.choices(range(60, 62), k=2))
-            for number in at.cache.modular.missing(req):
+            for number in at.cache.modular.of(req).missing:
                 at.run(at.segment(asked, number))
         elif step < 0.94:
             at.cache.evict(
@@ -356,13 +412,12 @@ def test_any_traffic_resumes_from_its_own_kind(seed: int, policy: str) -> None:
                 at.run(at.retract(req))
         else:
             at.flush()
-            assert at.free() == (SIZES.kv, SIZES.states)
+            assert at.free() == start
         at.poll()
         at.check()
-        composed = max(composed, at.composed)
-    assert composed
+    assert at.composed
     while at.cache.ongoing_write_through:
         at.poll()
     at.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))
     at.check()
-    assert at.free() == (SIZES.kv, SIZES.states)
+    assert at.free() == start

@@ -21,8 +21,8 @@ from tests.server.test_modular import SCHEMA, composed, composed_in_the_end, pml
 
 pytestmark = pytest.mark.slow
 
-ARCHITECTURES = ["nemotron-h", "qwen3-next", "kimi-linear"]
-"""One of each kind of recurrent layer whose states are composed."""
+ARCHITECTURES = ["nemotron-h", "qwen3-next", "kimi-linear", "falcon-h1", "granite-hybrid"]
+"""The models whose states are composed."""
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

@@ -12,7 +12,6 @@ nothing of it is kept.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,17 +36,17 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.extensions.schemas.composition.states import SegmentStates
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass
 class Composition:
     """The result for one prompt. composed: tokens whose KV was taken from segments, 0 where it was
-    computed as a whole. missing: numbers of the segments that were not there.
+    computed as a whole. missing: numbers of the segments that were not there. why_never: the reason
+    why no prompt is put together here, a sentence; empty if others may be.
     """
 
     composed: int = 0
     missing: Sequence[int] = ()
+    why_never: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class ModularPrompts:
         asked = None if req is None else fields_of(req).imported
         if req is None or asked is None:
             return params
-        with_states = self._cache.is_mamba_enabled
+        with_states = self._cache.supports_mamba()
         if with_states and not params.cow_mamba:  # it is ranked
             return params
         known = self._known.get(req)
@@ -90,7 +89,7 @@ class ModularPrompts:
         whole = bool(asked.segments) and not known.composed
         self._say_where(req, asked, whole=whole)
         # The transition of a segment is that of all its tokens, so all are computed.
-        alone = not asked.segments and with_states and self._composes_states()
+        alone = not asked.segments and with_states and not self._why_never()
         if not whole and not alone:
             return params
         nothing = self._key(params.key, params.key.token_ids[:0], params.key.extra_key)
@@ -134,10 +133,9 @@ class ModularPrompts:
         known = self._known.get(req)
         return None if known is None else known.composed
 
-    def missing(self, req: Req) -> Sequence[int]:
-        """Numbers of the segments of `req` that were not there."""
-        known = self._known.get(req)
-        return () if known is None else known.missing
+    def of(self, req: Req) -> Composition | None:
+        """What is known of `req`; None for a request of another kind."""
+        return self._known.get(req)
 
     def forget_all(self) -> None:
         """The tree was emptied."""
@@ -153,8 +151,9 @@ class ModularPrompts:
         cache, whole = self._cache, Composition()
         if not asked.segments or cache.page_size > 1 or cache.disable:
             return whole
-        with_states = cache.is_mamba_enabled
-        if fields_of(req).hints.exact or (with_states and not self._composes_states()):
+        if cache.supports_mamba() and (why := self._why_never()):
+            return Composition(why_never=why)
+        if fields_of(req).hints.exact:
             return whole
         length = asked.length
         have, head = self._lookup(key.token_ids[:length], key, key.extra_key)
@@ -169,12 +168,15 @@ class ModularPrompts:
         if target is None:
             return whole
         source = torch.cat([one.kv for one in stored])[len(have) :]
-        with on_stream(cache.forward_stream, source, target):  # after the forward under way
+        nodes, tokens = [one.node for one in stored], [one.tokens for one in stored]
+        states = None if slot is None else self._states
+        slots = [] if states is None else states.slots(nodes)
+        read = (source, target, *slots, *([] if slot is None else [slot]))
+        with on_stream(cache.forward_stream, *read):  # after the forward under way
             cache.order_behind_loads()
             self._copy(source, target)
-            if slot is not None and self._states is not None:
-                nodes, tokens = [one.node for one in stored], [one.tokens for one in stored]
-                self._states.compose(nodes, tokens, slot)
+            if slot is not None and states is not None:
+                states.compose(nodes, tokens, slots, slot)
         result = cache.insert(
             InsertParams(
                 key=self._key(key, key.token_ids[:length], key.extra_key),
@@ -232,14 +234,11 @@ class ModularPrompts:
             for rows in pool.get_kv_buffer(layer):
                 rows[target] = rows[source]
 
-    def _composes_states(self) -> bool:
-        """True if states of segments are composed here."""
+    def _why_never(self) -> str:
+        """The reason why no states are composed here, a sentence; empty if they are."""
         if self._states is None:
-            states = extension("schemas.composition.states").SegmentStates(self._cache)
-            self._states = states
-            if states.why_not:
-                logger.warning("sglang_hybrid: no module is computed apart: %s.", states.why_not)
-        return not self._states.why_not
+            self._states = extension("schemas.composition.states").SegmentStates(self._cache)
+        return self._states.why_not
 
     def _say_where(self, req: Req, asked: Imported, *, whole: bool) -> None:
         """Put into `req` where its tokens stand, and whether it stays out of the tree."""

@@ -51,7 +51,7 @@ def kind_of(backend: Any) -> Kind | None:
 class Recording:
     """The transitions of the first `tokens` tokens of a segment, one of each recurrent layer, in
     the order of the layers; in host memory. A segment may take several forwards. If they do not
-    follow one another from the first token on, it never gets whole. kind: None before a forward.
+    follow one another from the first token on, it does not get whole. kind: None before a forward.
     """
 
     def __init__(self) -> None:
@@ -62,6 +62,8 @@ class Recording:
 
     def begin(self, start: int, end: int) -> None:
         """The next forward computes tokens [start, end) of the segment."""
+        if start == 0:  # again, if it was retracted
+            self._layers, self.tokens, self._passed = [], 0, 0
         follows = start == self.tokens and self._passed == len(self._layers)
         self.tokens = end if follows else -1
         self._passed = 0

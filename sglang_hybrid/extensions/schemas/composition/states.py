@@ -56,13 +56,20 @@ class SegmentStates:
         self._recordings: PerRequest[Recording] = PerRequest()
         self._kept: OrderedDict[int, Transition] = OrderedDict()  # by the node at a segment's end
         self._bytes = 0
+        self._untold = False
         self.limit = int(cache.cost.state_bytes * self._pool.mamba_pool.size) // SHARE
 
     @property
     def why_not(self) -> str:
-        """The reason why this cache composes no states, a part of a sentence; empty if it does."""
+        """The reason why this cache composes no states, a sentence; empty if it does."""
+        why = self._why_not()
+        if not why:
+            return ""
+        return f"This server composes no modules: {why}, so the prompt was computed as a whole."
+
+    def _why_not(self) -> str:
         planner = self._cache.plans.planner
-        if planner is None or not planner.one_pass:
+        if not self._cache.is_mamba_enabled or planner is None or not planner.one_pass:
             return "prefills leave no states at any position"
         if self._cache.is_swa_enabled:
             return "attention to windows keeps no KV of whole segments"
@@ -70,6 +77,8 @@ class SegmentStates:
             return "states are kept coded on the device"
         if self._pool.mamba_pool._slot_siblings:
             return "a state has parts that are no sum"
+        if self._untold:
+            return "the kernels in use do not tell what their layers read"
         return ""
 
     def record(self, batch: ScheduleBatch) -> None:
@@ -90,10 +99,11 @@ class SegmentStates:
     def keep(self, req: Req, node_id: int, tokens: int) -> None:
         """The segment that `req` computed has `tokens` tokens, and its state is at this node."""
         recording = self._recordings.pop(req)
-        if recording is None or recording.kind is None or not self._has_state(node_id):
+        if recording is None or recording.tokens != tokens or not self._has_state(node_id):
             return
         layers = recording.whole(tokens, len(self._pool.mamba_pool.mamba_layer_ids))
-        if layers is None:
+        if layers is None or recording.kind is None:
+            self._untold = True
             return
         for gone in [each for each in self._kept if not self._has_state(each)]:
             self._drop(gone)
@@ -108,13 +118,18 @@ class SegmentStates:
         """True if the segment that ends at this node has its state and its transition."""
         return node_id in self._kept and self._has_state(node_id)
 
-    def compose(self, nodes: Sequence[int], tokens: Sequence[int], slot: Tensor) -> None:
-        """Write the state behind segments of so many `tokens`, which end at these nodes, into
-        `slot` [1]. Of each there must be all (`has`).
+    def slots(self, nodes: Sequence[int]) -> list[Tensor]:
+        """The slots [1] of the states of segments that end at these nodes (`has`)."""
+        return [slot for slot in map(self._state, nodes) if slot is not None]
+
+    def compose(
+        self, nodes: Sequence[int], tokens: Sequence[int], slots: Sequence[Tensor], slot: Tensor
+    ) -> None:
+        """Write the state behind segments of so many `tokens`, which end at these nodes and have
+        their states in `slots`, into `slot` [1]; nothing waits for the device.
         """
         states = self._pool.mamba_pool.mamba_cache
-        sources = [self._row(self._state(node)) for node in nodes]
-        target = self._row(slot)
+        *sources, target = [self._row(each) for each in (*slots, slot)]
         pool = states.temporal
         for node in nodes:
             self._kept.move_to_end(node)
@@ -148,8 +163,7 @@ class SegmentStates:
         arena: Any = self._cache.tree_core._node_arena
         return node_id in arena and self._state(node_id) is not None
 
-    def _row(self, slot: Tensor | None) -> Tensor:
-        assert slot is not None
+    def _row(self, slot: Tensor) -> Tensor:
         row: Tensor = self._pool.translate_mamba_indices(slot)
         return row.long()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.returns.hints import PromptHints
@@ -17,6 +17,7 @@ from sglang_hybrid.extensions.schemas.declared.modular import (
 )
 from sglang_hybrid.extensions.schemas.declared.registry import Expanded
 from sglang_hybrid.extensions.schemas.endpoints.prewarm import compute, gone_from
+from sglang_hybrid.extensions.schemas.endpoints.server_registry import registry_of
 from sglang_hybrid.serving.config import BACKEND
 from sglang_hybrid.serving.requests.cache_fields import Imported, ServerPart, server_part
 from sglang_hybrid.serving.stored_keys import check_key, composed_key, segment_key
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-COMPOSED = {"nemotron_h", "qwen3_next", "kimi_linear"}
+COMPOSED = {"nemotron_h", "falcon_h1", "granitemoehybrid", "qwen3_next", "kimi_linear"}
 """Types of models with recurrent layers, all of which are Mamba-2, gated delta nets or KDA: what a
 prompt loses that is composed of their states was measured (docs/results/modular.md)."""
 
@@ -52,8 +53,8 @@ def why_whole(manager: TokenizerManager) -> str:
     kind = manager.model_config.hf_text_config.model_type
     if kind.removesuffix("_text") not in COMPOSED:
         return (
-            f"It is not known what is lost where states of recurrent layers as those of {kind} are "
-            "composed of modules, so the prompt was computed as a whole."
+            f"What prompts of {kind}, a model with recurrent layers, lose that are composed of "
+            "modules is not known, so the prompt was computed as a whole."
         )
     if manager.server_args.speculative_algorithm is not None:
         return (
@@ -68,19 +69,19 @@ def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded
     check_key(request.extra_key)
     server_part(request).hints = PromptHints(tuple(expanded.positions))
     if expanded.modular is not None:
-        expanded.compute_segments = _ask_apart(manager, request, expanded.modular)
+        expanded.on_not_composed = _ask_apart(manager, request, expanded.modular)
     request.expanded = expanded
 
 
 def _ask_apart(
     manager: TokenizerManager, request: GenerateReqInput, prompt: ModularPrompt
-) -> Callable[[Sequence[int]], None]:
-    """Make `request` one for modules computed apart; returns what computes its segments, if some
-    are missing. Raises ValueError if its positions do not fit. One without segments is a prompt
-    like others.
+) -> Callable[[Mapping[str, Any]], None]:
+    """Make `request` one for modules computed apart; returns what computes the segments that its
+    answer says are missing. Raises ValueError if its positions do not fit. One without segments is
+    a prompt like others.
     """
     if not prompt.segments:
-        return lambda missing: None
+        return lambda told: None
     answer = (request.sampling_params or {}).get("max_new_tokens") or 0
     last = prompt.last_position + answer
     if last >= manager.context_len:
@@ -94,13 +95,16 @@ def _ask_apart(
     places = tuple((one.start, len(one.ids)) for one in prompt.segments)
     server_part(request).imported = Imported(places, prompt.position, key)
 
-    def compute_segments(missing: Sequence[int]) -> None:
-        segments = [prompt.segments[number] for number in missing]
+    def on_not_composed(told: Mapping[str, Any]) -> None:
+        registry_of(manager).whole = told.get("composes_nothing", "")
+        segments = [prompt.segments[number] for number in told.get("missing_segments", ())]
+        if not segments:
+            return
         task = asyncio.get_running_loop().create_task(compute_apart(manager, key, salt, segments))
         _computing.add(task)
         task.add_done_callback(_computing.discard)
 
-    return compute_segments
+    return on_not_composed
 
 
 async def compute_apart(
@@ -129,7 +133,7 @@ async def compute_all(
     segments and tokens that were. Raises ValueError where modules cannot be computed apart, and
     when the client of `http` goes away.
     """
-    why = why_whole(manager)
+    why = why_whole(manager) or registry_of(manager).whole
     if why:
         raise ValueError(why.replace(", so the prompt was computed as a whole", ""))
     extra_key, cache_salt = own or (None, None)
