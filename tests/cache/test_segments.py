@@ -271,6 +271,9 @@ def test_transitions_have_a_bound_and_go_with_their_states() -> None:
     states.limit = 8
     at.run(at.segment(replace(ONE, segments=((0, (9, 9)),)), 0))
     assert states.as_dict() == {"kept": 2, "bytes": 8, "limit": 8}
+    req = at.ask(ONE)
+    at.run(req)
+    assert at.cache.modular.of(req) == Composition(0), "three were computed anew for each prompt"
     at.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))
     states.limit = 100
     at.run(at.segment(ONE, 0))

@@ -162,7 +162,8 @@ class ModularPrompts:
         segments = self._segments(req, key, asked)
         missing = [number for number, segment in enumerate(segments) if segment is None]
         if missing:
-            return Composition(0, missing)
+            fits = self._states is None or self._states.could_hold(len(segments))
+            return Composition(0, missing if fits else ())
         stored = [segment for segment in segments if segment is not None]
         target, slot = self._room(length - len(have), [*(one.node for one in stored), head])
         if target is None:

@@ -56,6 +56,7 @@ class SegmentStates:
         self._recordings: PerRequest[Recording] = PerRequest()
         self._kept: OrderedDict[int, Transition] = OrderedDict()  # by the node at a segment's end
         self._bytes = 0
+        self._largest = 0  # bytes of a transition
         self._untold = False
         self.limit = int(cache.cost.state_bytes * self._pool.mamba_pool.size) // SHARE
 
@@ -111,8 +112,13 @@ class SegmentStates:
             self._drop(node_id)
         transition = self._kept[node_id] = Transition(recording.kind, layers)
         self._bytes += transition.nbytes
+        self._largest = max(self._largest, transition.nbytes)
         while self._bytes > self.limit:
             self._drop(next(iter(self._kept)))
+
+    def could_hold(self, segments: int) -> bool:
+        """True if so many segments can have their transitions at once, as far as is known."""
+        return segments * self._largest <= self.limit
 
     def has(self, node_id: int) -> bool:
         """True if the segment that ends at this node has its state and its transition."""
