@@ -28,7 +28,15 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-COMPOSED = {"nemotron_h", "falcon_h1", "granitemoehybrid", "qwen3_next", "kimi_linear"}
+COMPOSED = {
+    "nemotron_h",
+    "falcon_h1",
+    "granitemoehybrid",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "kimi_linear",
+}
 """Types of models with recurrent layers, all of which are Mamba-2, gated delta nets or KDA: what a
 prompt loses that is composed of their states was measured (docs/results/modular.md)."""
 
