@@ -103,3 +103,24 @@ def delta_rule_segments(
         for state in scanned.final_states
     ]
     return scanned.y[..., :values], segments
+
+
+def delta_rule_transitions(
+    k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: list[int], *, l2norm: bool = False
+) -> Tensor:
+    """The transitions of `delta_rule_segments` alone, float32 [S, Hv, Dk, Dk]: a scan of values of
+    zero, from the identity. That is what a prefill needs beside its own scan.
+    """
+    heads, keys, count = beta.shape[1], k.shape[-1], len(cu_seqlens) - 1
+    identity = torch.eye(keys, device=k.device).expand(count, heads, keys, keys)
+    zeros = k.new_zeros(len(k), heads, keys)
+    return gated_delta_rule_prefill(
+        k, k, zeros, g, beta, cu_seqlens, l2norm=l2norm, initial_states=identity
+    ).final_states
+
+
+def decay_transition(log_decay: Tensor) -> Tensor:
+    """The transition of one segment of a layer that only decays, float32. log_decay: of each token,
+    [T, ...], as for `decaying_segments`. Sums are in float64.
+    """
+    return log_decay.double().sum(0).exp().float()

@@ -6,12 +6,15 @@ import contextlib
 import io
 import os
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product, repeat
 from multiprocessing import get_context
-from time import perf_counter, process_time
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time, sleep
 from typing import Annotated, get_args
 
 import torch
@@ -19,7 +22,8 @@ from torch import Tensor
 
 from scripts.bench.coded import NAMES
 from scripts.bench.commands import Count
-from scripts.bench.report import Table, seconds_of, versions
+from scripts.bench.report import BenchFailed, Table, seconds_of, versions
+from scripts.bench.servers import hybrid_cache, large_model, post
 from scripts.train.documents import (
     COUNTS,
     PAIRS,
@@ -34,6 +38,9 @@ from scripts.train.hybrids import TINY, Hybrid, Kind, Sizes
 from scripts.train.recall import BOTH, STATES, Answers, Reach, answer, prefill
 from scripts.train.segments import Apart, append, composed, encode
 from sglang_hybrid.core.programs import whole
+from sglang_hybrid.extensions.cpu.models import build_tiny_model
+from sglang_hybrid.extensions.cpu.models.lexicon import STEMS
+from sglang_hybrid.serving.server_process import ServerProcess
 
 CONTEXT = 768
 """Tokens of all documents of a prompt."""
@@ -49,6 +56,11 @@ LEARNT = 0.75
 LARGE = Sizes("RRR*" * 5, hidden=1024, heads=8, width=128)
 DOCUMENTS, TOKENS, QUESTION = 4, 1000, 32
 """Of the prompt that is timed."""
+SERVED: dict[Kind, str] = {"mamba2": "nemotron-h", "gdn": "qwen3-next", "kda": "kimi-linear"}
+WORDS_OF_A_DOCUMENT = 960
+"""A word is a token or more."""
+SECONDS_FOR_FRAMES = 5
+"""For a server to compute what the chat template writes, behind the answer that lacked it."""
 
 
 def modular(
@@ -56,6 +68,7 @@ def modular(
     steps: Annotated[int, whole(0), "of training; with 0 there are only the times"] = 480,
     sequences: Annotated[Count, "prompts of each task and number of documents"] = 4,
     repeats: Annotated[Count, "of each time, of which the shortest counts"] = 2,
+    served: Annotated[bool, "time servers instead, of models that are not trained"] = False,
 ) -> None:
     """What prompts lose and save that are composed of documents which were computed apart.
 
@@ -66,6 +79,9 @@ def modular(
     """
     chosen, begin = kinds or get_args(Kind), perf_counter()
     print(f"{versions()}.\n")
+    if served:
+        times_of_servers(chosen)
+        return
     trained = chosen if steps else ()
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as processes:
         for text in processes.map(measure, trained, repeat(steps), repeat(sequences)):
@@ -181,3 +197,73 @@ def _seconds(model: Hybrid, repeats: int) -> list[str]:
         *(partial(first_token, question, encode(model, texts, seam)) for seam in TIMED_SEAMS),
     ]
     return [f"{min(seconds_of(work) for _ in range(repeats)):.3f}" for work in works]
+
+
+def times_of_servers(kinds: Sequence[Kind]) -> None:
+    """Print the seconds to the first token of whole and composed prompts on servers. Every document
+    is a module at every place, so none of the orders was sent before.
+    """
+    print(
+        f"{DOCUMENTS} documents of {WORDS_OF_A_DOCUMENT} words and a question, each time in an "
+        "order that was not sent before: medians.\n"
+    )
+    table = Table(
+        *("model", "size", "whole, s", "composed, s", "times as long"),
+        *("all modules, s", "KV of a document, KiB", "state, KiB", "transition, KiB"),
+        text=2,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in kinds:
+            models = {"tiny": build_tiny_model(SERVED[kind], Path(folder) / kind)}
+            if kind == "mamba2":
+                models["100 M"] = large_model()
+            for size, model in models.items():
+                with ServerProcess(["--model-path", str(model)]) as server:
+                    table.row(SERVED[kind], size, *_served(server.url))
+
+
+def _served(url: str) -> list[str]:
+    drawn = random.Random(0)
+    texts = [
+        " ".join(drawn.choices(STEMS.split(), k=WORDS_OF_A_DOCUMENT)) for _ in range(DOCUMENTS)
+    ]
+    places = [
+        "".join(
+            f"<module name='d{place}{number}'>{text}</module>" for number, text in enumerate(texts)
+        )
+        for place in range(DOCUMENTS)
+    ]
+    unions = "".join(f"<union>{place}</union>" for place in places)
+    pml = f"<schema name='documents'><user>{unions}</user></schema>"
+    post(url, "/v1/prompt_schemas", {"pml": pml})
+    orders = [[(at + turn) % DOCUMENTS for at in range(DOCUMENTS)] for turn in range(DOCUMENTS)]
+    whole = [_first_token_of(url, order, "exact") for order in orders]
+    begin = perf_counter()
+    post(url, "/v1/prompt_schemas/documents/prewarm", {"mode": "modular"})
+    modules = perf_counter() - begin
+    _first_token_of(url, orders[0], "modular")  # what the chat template writes is computed now
+    sleep(SECONDS_FOR_FRAMES)
+    composed = [_first_token_of(url, order[::-1], "modular") for order in orders]
+    if not all(tokens for _, tokens in composed):
+        raise BenchFailed("a prompt was not composed, though all of its modules are there")
+    long, short = (median(seconds for seconds, _ in found) for found in (whole, composed))
+    told = hybrid_cache(url)
+    tokens = median(tokens for _, tokens in composed) / DOCUMENTS
+    bytes_of = (
+        told["kv_bytes_per_token"] * tokens,
+        told["state_bytes"],
+        told["transitions"]["bytes"] / told["transitions"]["kept"],
+    )
+    kept = (f"{each / 1024:,.1f}" for each in bytes_of)
+    return [f"{long:.3f}", f"{short:.3f}", f"{long / short:.1f}", f"{modules:.2f}", *kept]
+
+
+def _first_token_of(url: str, order: Sequence[int], mode: str) -> tuple[float, int]:
+    """Seconds to the first token of a prompt of documents in this order, and tokens composed."""
+    imports = "".join(f"<d{place}{number}/>" for place, number in enumerate(order))
+    question = f"<user>{mode} {order}: what is it?</user>"
+    pml = f"<prompt schema='documents' mode='{mode}'>{imports}{question}</prompt>"
+    body = {"pml": pml, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    begin = perf_counter()
+    told = post(url, "/generate", body)["meta_info"]["hybrid_cache"]
+    return perf_counter() - begin, told.get("composed_tokens", 0)

@@ -113,11 +113,11 @@ class HybridRadixCache(HostTierCache):
         self.schedule = (
             None if params.disable else make_served_queue(self, self.options, priority_sign)
         )
+        self.modular = ModularPrompts(self, super()._match_tree)
         super().__init__(with_our_components(params, parts))
         self.start_tiers(self.schedule, self.options.hybrid_offload_watermark)
         with_states = self.is_mamba_enabled and not self.disable
         self.prefill_adder_class = adder_class(self.schedule, with_states=with_states)
-        self.modular = ModularPrompts(self, super()._match_tree)
         self.tuning = make_tuning(self, parts, rank)
         self.step_messages = StepMessages(self.tuning, self.step_clock)
         self.publisher = Publisher(self, parts, self.plans)
@@ -206,7 +206,9 @@ class HybridRadixCache(HostTierCache):
 
     def plan_forward(self, batch: ScheduleBatch) -> None:
         """The prefill of `batch` is about to start: give its states their slots."""
+        self.modular.begin_forward(batch)
         self.plans.assign_slots(batch)
+        self.modular.record(batch)
 
     def plan_decode(self, batch: ScheduleBatch) -> None:
         """A decode step of `batch` is about to start: some answers leave a state on their way."""
@@ -224,6 +226,7 @@ class HybridRadixCache(HostTierCache):
         self.lookups.on_publish(req, published, self.publisher.pin(req))
         self.report.update_metrics()
         if req.finished() and req.last_node is not None:
+            self.modular.on_request_end(req)
             self.endings.on_request_end(req, up_to)
 
     # 4 End
@@ -289,6 +292,7 @@ class HybridRadixCache(HostTierCache):
             self.spilled.reset()
         self.decision_log.on_flush()
         self.plans.forget_all()
+        self.modular.forget_all()
         if self.schedule is not None:
             self.schedule.on_flush()
 

@@ -95,6 +95,7 @@ class CacheReport:
             "schedule": None if cache.schedule is None else cache.schedule.info(),
             "pins": None if pins is None else pins.as_dict(),
             "full_hits": parts.full_hits.info(),
+            "transitions": cache.modular.info(),
             "tuner": cache.tuning.info(),
             "recording": cache.tuning.recording(),
             "advice": [*self.advice, *cache.tuning.advice],

@@ -194,17 +194,16 @@ class PrefillTracks:
         """These states, written to a layer's pool [slots, ...] by its scan."""
         return StateWriter(self, ssm_states)
 
-    def begin(self, ssm_states: Tensor) -> None:
+    def begin(self, ssm_states: Tensor, **_: Any) -> None:
         """Called before a scan, which gets its writer by `taken_writer`. ssm_states: the layer's
-        pool [slots, ...].
+        pool [slots, ...]. Mamba2 tells its layer and the time steps, too, for transitions
+        (extensions/schemas/composition).
         """
         if self._tails is not None:
             self._tails.begin(ssm_states)
         _writer.set(self.into(ssm_states))
 
-    def finish(
-        self, ssm_states: Tensor, left: Tensor | None, kernel: Any, **inputs: Tensor
-    ) -> None:
+    def finish(self, ssm_states: Tensor, left: Tensor | None, kernel: Any, **inputs: Any) -> None:
         """The same behind a scan that writes to the slots its sequences start from:
         `Tails.finish`, and states at the ends of sequences are copied from the slots that these
         ended in.

@@ -158,10 +158,15 @@ def _copy_states(pool: Any, copies: tuple[Any, Any] | None) -> None:
 
 
 def shift_positions(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
-    """A request may begin behind a gap: modules computed apart keep their places."""
+    """A request may begin behind a gap: modules computed apart keep their places, in each of the
+    three parts of positions that models with images have.
+    """
     from sglang_hybrid.cache.request.positions import shifted
 
+    before, in_parts = forward.positions, getattr(forward, "mrope_positions", None)
     forward.positions = shifted(forward, batch)
+    if in_parts is not None and forward.positions is not before:
+        forward.mrope_positions = in_parts + (forward.positions - before)
 
 
 def leave_ple_windows(layer: Any, x: Any, *_: Any) -> None:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import requests
+from transformers import AutoTokenizer
 
+from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.extensions.schemas.declared.modular import Layout, modular
+from sglang_hybrid.extensions.schemas.declared.resolve import read_prompt, resolve
+from sglang_hybrid.extensions.schemas.declared.schema import read_schema
+from sglang_hybrid.extensions.schemas.declared.tokens import PromptTokenizer
 from tests.extensions.schemas import schemas
 from tests.server.client import TOLERANCE, flush, hybrid_cache, logprobs
+from tests.server.composed_reference import composed_logprobs
+from tests.server.test_modular import composed_in_the_end
 
 SAMPLING = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
@@ -405,12 +414,27 @@ def test_what_cannot_be_prewarmed_is_refused(
     assert prewarm(registered, name, **body).status_code == status
 
 
-def test_modules_of_a_recurrent_model_are_not_computed_apart(registered: str) -> None:
-    """The prompt is an exact one, and says why."""
-    pml = prompt("code-generation-game", "<unit.py/><map.py/>")
-    apart = send(registered, pml=pml.replace("<prompt ", '<prompt mode="modular" ')).json()
-    exact = send(registered, pml=pml).json()
-    (warning,) = apart["meta_info"]["prompt"]["warnings"]
-    assert "recurrent layers" in warning
-    assert apart["output_ids"] == exact["output_ids"]
-    assert "composed_tokens" not in apart["meta_info"]["hybrid_cache"]
+def test_modules_of_a_recurrent_model_are_composed(
+    registered: str, model_directory: Callable[[str], Path]
+) -> None:
+    """First the prompt is an exact one; once its modules are there, it is the model's answer where
+    each module was read alone. Nothing of that is in exact prompts.
+    """
+    flush(registered)
+    model = model_directory(DEFAULT_ARCHITECTURE)
+    asked = prompt("code-generation-game", "<unit.py/><map.py/>")
+    pml = asked.replace("<prompt ", '<prompt mode="modular" ')
+    exact, whole = send(registered, pml=asked).json(), send(registered, pml=pml).json()
+    assert whole["meta_info"]["prompt"]["exact"] is True
+    assert whole["output_ids"] == exact["output_ids"]
+    assert whole["meta_info"]["hybrid_cache"]["missing_segments"]
+    apart = composed_in_the_end(registered, pml)
+    assert apart["meta_info"]["prompt"]["exact"] is False
+    tokenizer = PromptTokenizer(AutoTokenizer.from_pretrained(model))
+    schema = read_schema(schemas.all_schemas()["code-generation-game"])
+    expected = modular(Layout(schema, tokenizer), resolve(schema, read_prompt(pml)))
+    reference = composed_logprobs(model, expected, apart["output_ids"])
+    assert logprobs(apart) == pytest.approx(reference, abs=TOLERANCE)
+    again = send(registered, pml=asked).json()
+    assert logprobs(again) == pytest.approx(logprobs(exact), abs=TOLERANCE)
+    assert logprobs(again) != pytest.approx(logprobs(apart)[: len(logprobs(again))], abs=TOLERANCE)

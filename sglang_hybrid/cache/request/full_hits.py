@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang_hybrid.cache.request.tree_match import is_plain
 from sglang_hybrid.checkpoints.last_hidden import Answers, LastHidden, Wanted
 from sglang_hybrid.serving.per_request import PerRequest
+from sglang_hybrid.serving.requests.cache_fields import fields_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -141,6 +142,7 @@ class FullHits:
             or req.return_hidden_states
             or req.multimodal_inputs is not None
             or req.input_embeds is not None
+            or fields_of(req).imported is not None  # the transition of a segment is wanted, too
             or req.session is not None
         )
 

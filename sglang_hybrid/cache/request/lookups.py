@@ -14,7 +14,7 @@ from sglang_hybrid.serving.tenants import tenant_of
 from sglang_hybrid.storage.codecs.coded_rows import keeps_exact
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -159,6 +159,7 @@ class LookUps:
             has_states=self._cache.is_mamba_enabled,
             found=found,
             composed=self._composed(req),
+            not_composed=self._not_composed(req),
         )
 
     def _composed(self, req: Req) -> int | None:
@@ -167,6 +168,14 @@ class LookUps:
         if asked is None or not asked.segments:
             return None
         return 0 if req.skip_radix_cache_insert else asked.length
+
+    def _not_composed(self, req: Req) -> Mapping[str, Any]:
+        """Why segments were not put together, as far as their client's server can do something."""
+        known = self._cache.modular.of(req)
+        if known is None:
+            return {}
+        told = {"missing_segments": known.missing, "composes_nothing": known.why_never}
+        return {name: value for name, value in told.items() if value}
 
     def _depth(self, result: MatchResult) -> int:
         """Tokens down to the node that is resumed from. SGLang's `host_hit_length` leaves out what

@@ -5,7 +5,8 @@ names them).
 Before such a prompt is looked up, its segments' KV is copied to the beginning of a path of its own;
 on a GPU by the stream of the forwards, after what they and loads still write.
 From there on it is a prompt like others, whose new tokens have positions behind the schema's end.
-Where a segment is missing, or for a model with recurrent state, the whole prompt is computed and
+With recurrent layers the path ends in a state that is composed of the segments' states
+(extensions/schemas/composition). Where a segment is missing the whole prompt is computed, and
 nothing of it is kept.
 """
 
@@ -19,29 +20,42 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.serving.device_streams import on_stream
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import Imported, fields_of
 from sglang_hybrid.serving.stored_keys import segment_key, stored_under
-from sglang_hybrid.storage.codecs.exactness import apart_if_exact
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
+    from sglang_hybrid.extensions.schemas.composition.states import SegmentStates
 
 
 @dataclass
 class Composition:
     """The result for one prompt. composed: tokens whose KV was taken from segments, 0 where it was
-    computed as a whole.
+    computed as a whole. missing: numbers of the segments that were not there. why_never: the reason
+    why no prompt is put together here, a sentence; empty if others may be.
     """
 
     composed: int = 0
+    missing: Sequence[int] = ()
+    why_never: str = ""
+
+
+@dataclass(frozen=True)
+class StoredSegment:
+    """tokens: of the segment. kv: their slots in the pool. node: where they end in the tree."""
+
+    tokens: int
+    kv: torch.Tensor
+    node: Any
 
 
 class ModularPrompts:
@@ -58,6 +72,7 @@ class ModularPrompts:
         self._cache = cache
         self._match = match
         self._known: PerRequest[Composition] = PerRequest()
+        self._states: SegmentStates | None = None  # once a segment was asked for
 
     def prepare(self, params: MatchPrefixParams) -> MatchPrefixParams:
         """The key to look up for a request: its prompt, or nothing if it must be computed whole."""
@@ -65,68 +80,172 @@ class ModularPrompts:
         asked = None if req is None else fields_of(req).imported
         if req is None or asked is None:
             return params
+        with_states = self._cache.supports_mamba()
+        if with_states and not params.cow_mamba:  # it is ranked
+            return params
         known = self._known.get(req)
         if known is None or (known.composed and not self._stored(params.key, asked.length)):
-            known = self._known[req] = Composition(self._compose(req, params.key, asked))
-        whole = asked.segments and not known.composed
-        req.position_offset = 0 if whole else asked.position - asked.length
-        if not whole:
+            known = self._known[req] = self._compose(req, params.key, asked)
+        whole = bool(asked.segments) and not known.composed
+        self._say_where(req, asked, whole=whole)
+        # The transition of a segment is that of all its tokens, so all are computed.
+        alone = not asked.segments and with_states and not self._why_never()
+        if not whole and not alone:
             return params
-        req.skip_radix_cache_insert = True
         nothing = self._key(params.key, params.key.token_ids[:0], params.key.extra_key)
         return MatchPrefixParams(nothing, cow_mamba=params.cow_mamba, req=req)
+
+    def begin_forward(self, batch: ScheduleBatch) -> None:
+        """The prefill of `batch` is about to start. A prompt whose composed state could not be had
+        in the end is computed whole.
+        """
+        if self._states is None:
+            return
+        for req in batch.reqs:
+            known, asked = self._known.get(req), fields_of(req).imported
+            if known is None or asked is None or not known.composed:
+                continue
+            if req.prefix_len < asked.length:
+                self._known[req] = Composition()
+                self._say_where(req, asked, whole=True)
+                self._cache.plans.drop(req)
+
+    def record(self, batch: ScheduleBatch) -> None:
+        """The states that the prefill of `batch` leaves have their slots: the transitions of the
+        segments in it are recorded, too.
+        """
+        if self._states is not None:
+            self._states.record(batch)
+
+    def on_request_end(self, req: Req) -> None:
+        """`req` ended, and what it computed is in the tree."""
+        asked = fields_of(req).imported
+        if self._states is None or asked is None or asked.segments:
+            return
+        core = self._cache.tree_core
+        like = RadixKey(req.origin_input_ids, is_bigram=core.is_eagle, cache_salt=req.cache_salt)
+        found, node = self._lookup(req.origin_input_ids, like, req.extra_key)
+        if len(found) == len(req.origin_input_ids):
+            self._states.keep(req, node, len(found))
 
     def composed(self, req: Req) -> int | None:
         """Tokens of `req` that came from segments; None for a request of another kind."""
         known = self._known.get(req)
         return None if known is None else known.composed
 
-    def _compose(self, req: Req, key: RadixKey, asked: Imported) -> int:
-        """Make the path of these segments, and return its tokens; 0 if that is not possible."""
-        cache = self._cache
-        if not asked.segments or cache.is_mamba_enabled or cache.page_size > 1 or cache.disable:
-            return 0
+    def of(self, req: Req) -> Composition | None:
+        """What is known of `req`; None for a request of another kind."""
+        return self._known.get(req)
+
+    def forget_all(self) -> None:
+        """The tree was emptied."""
+        if self._states is not None:
+            self._states.forget_all()
+
+    def info(self) -> dict[str, int] | None:
+        """The transitions that are kept, for /server_info; None where there are none."""
+        return None if self._states is None else self._states.as_dict()
+
+    def _compose(self, req: Req, key: RadixKey, asked: Imported) -> Composition:
+        """Make the path of these segments, if that is possible."""
+        cache, whole = self._cache, Composition()
+        if not asked.segments or cache.page_size > 1 or cache.disable:
+            return whole
+        if cache.supports_mamba() and (why := self._why_never()):
+            return Composition(why_never=why)
+        if fields_of(req).hints.exact:
+            return whole
         length = asked.length
         have, head = self._lookup(key.token_ids[:length], key, key.extra_key)
-        missing = length - len(have)
-        if not missing:
-            return length
-        parts, nodes, at = [], [], 0
-        for start, tokens in asked.segments:
-            ids = key.token_ids[at : at + tokens]
-            under = stored_under(segment_key(asked.extra_key, start), req.lora_id)
-            found, node = self._lookup(ids, key, apart_if_exact(under, fields_of(req)))
-            if len(found) < tokens:
-                return 0
-            parts.append(found)
-            nodes.append(node)
-            at += tokens
-        source = torch.cat(parts)[len(have) :]
-        held = [*nodes, head]
-        locks = [cache.lock(node) for node in held]
-        try:
-            evict_from_tree_cache(cache, missing)
-            target = cache.token_to_kv_pool_allocator.alloc(missing)
-        finally:
-            for lock in locks:
-                cache.unlock(lock)
+        if len(have) == length:
+            return Composition(length)
+        segments = self._segments(req, key, asked)
+        missing = [number for number, segment in enumerate(segments) if segment is None]
+        if missing:
+            fits = self._states is None or self._states.could_hold(len(segments))
+            return Composition(0, missing if fits else ())
+        stored = [segment for segment in segments if segment is not None]
+        target, slot = self._room(length - len(have), [*(one.node for one in stored), head])
         if target is None:
-            return 0
-        pool = cache.token_to_kv_pool_allocator.get_kvcache()
-        with on_stream(cache.forward_stream, source, target):  # after the forward under way
+            return whole
+        source = torch.cat([one.kv for one in stored])[len(have) :]
+        nodes, tokens = [one.node for one in stored], [one.tokens for one in stored]
+        states = None if slot is None else self._states
+        slots = [] if states is None else states.slots(nodes)
+        read = (source, target, *slots, *([] if slot is None else [slot]))
+        with on_stream(cache.forward_stream, *read):  # after the forward under way
             cache.order_behind_loads()
-            for layer in range(pool.start_layer, pool.start_layer + pool.layer_num):
-                for rows in pool.get_kv_buffer(layer):
-                    rows[target] = rows[source]
-        cache.insert(
+            self._copy(source, target)
+            if slot is not None and states is not None:
+                states.compose(nodes, tokens, slots, slot)
+        result = cache.insert(
             InsertParams(
                 key=self._key(key, key.token_ids[:length], key.extra_key),
                 value=torch.cat([have, target]),
                 prev_prefix_len=len(have),
                 inserted_len=len(have),
+                mamba_value=slot,
             )
         )
-        return length
+        if slot is not None and result.mamba_exist:
+            cache.slots.give_back(slot)
+        return Composition(length)
+
+    def _segments(self, req: Req, key: RadixKey, asked: Imported) -> list[StoredSegment | None]:
+        """The segments of a prompt as far as they are stored, with all that is needed of them."""
+        found, at = [], 0
+        for start, tokens in asked.segments:
+            under = stored_under(segment_key(asked.extra_key, start), req.lora_id)
+            kv, node = self._lookup(key.token_ids[at : at + tokens], key, under)
+            there = len(kv) == tokens and (self._states is None or self._states.has(node))
+            found.append(StoredSegment(tokens, kv, node) if there else None)
+            at += tokens
+        return found
+
+    def _room(
+        self, tokens: int, held: Sequence[Any]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Slots for the KV of so many tokens and, with recurrent layers, for a state [1]; none of
+        them if there is no room. The nodes `held` are not evicted for that.
+        """
+        cache, slot = self._cache, None
+        locks = [cache.lock(node) for node in held]
+        try:
+            if self._states is not None:
+                slot = cache.slots.take()
+                if slot is None:
+                    return None, None
+            evict_from_tree_cache(cache, tokens)
+            target = cache.token_to_kv_pool_allocator.alloc(tokens)
+            if target is None and slot is not None:
+                cache.slots.give_back(slot)
+            return target, slot
+        finally:
+            for lock in locks:
+                cache.unlock(lock)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy KV between these slots."""
+        allocator: Any = self._cache.token_to_kv_pool_allocator
+        if hasattr(allocator, "translate_kv_loc"):  # in one memory they name rows
+            source, target = (allocator.translate_kv_loc(each) for each in (source, target))
+        pool = allocator.get_kvcache()
+        pool = getattr(pool, "full_kv_pool", pool)
+        for layer in range(pool.start_layer, pool.start_layer + pool.layer_num):
+            for rows in pool.get_kv_buffer(layer):
+                rows[target] = rows[source]
+
+    def _why_never(self) -> str:
+        """The reason why no states are composed here, a sentence; empty if they are."""
+        if self._states is None:
+            self._states = extension("schemas.composition.states").SegmentStates(self._cache)
+        return self._states.why_not
+
+    def _say_where(self, req: Req, asked: Imported, *, whole: bool) -> None:
+        """Put into `req` where its tokens stand, and whether it stays out of the tree."""
+        req.position_offset = 0 if whole else asked.position - asked.length
+        if whole:
+            req.skip_radix_cache_insert = True
 
     def _stored(self, key: RadixKey, length: int) -> bool:
         return len(self._lookup(key.token_ids[:length], key, key.extra_key)[0]) == length

@@ -44,6 +44,7 @@ def states_spill(server_args: ServerArgs) -> bool:
         and options.policy is not Eviction.SGLANG_LRU
         and not options.hybrid_device_codec.may_change
         and plans_checkpoints(view)
+        and view.mamba_radix_cache_strategy == "no_buffer"
         and one_slot_per_request(view)
         and not _forbidden_by_flags(view)
         and _has_plain_states(model_config_of(server_args))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -96,8 +96,9 @@ class RequestReport:
     recurrent state, so only positions with a checkpoint can be hit. found: what each tier gave,
     None without tiers. exact: nothing that was hit comes from a smaller copy; None where there
     are none. composed: tokens of modules that were computed apart, 0 if the whole prompt was
-    computed instead; None for other prompts. full_hit: its first token needed no forward.
-    changing_text: why it missed, under `CHANGING_TEXT`.
+    computed instead; None for other prompts. not_composed: `missing_segments`, the numbers of those
+    modules that were not there, or `composes_nothing`, why no prompt is composed. full_hit: its
+    first token needed no forward. changing_text: why it missed, under `CHANGING_TEXT`.
     """
 
     prompt_tokens: int
@@ -111,6 +112,7 @@ class RequestReport:
     found: Found | None = None
     exact: bool | None = None
     composed: int | None = None
+    not_composed: Mapping[str, Any] = field(default_factory=dict)
     pinned: Sequence[int] = ()
     full_hit: bool = False
     changing_text: ChangingText | None = None
@@ -137,6 +139,7 @@ class RequestReport:
             **({} if self.found is None else {"tiers": self.found.as_dict()}),
             **({} if self.exact is None else {"exact": self.exact}),
             **({} if self.composed is None else {"composed_tokens": self.composed}),
+            **self.not_composed,
             **({"full_hit": True} if self.full_hit else {}),
             **(
                 {}

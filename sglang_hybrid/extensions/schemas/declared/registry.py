@@ -120,7 +120,7 @@ class Draft:
 class Expanded:
     """A prompt as token ids, and what its answer says of it. positions: declared ones. modular: its
     segments, if modules are computed apart. start: tokens before a chat's own messages.
-    compute_segments: called if segments were missing.
+    on_not_composed: called with `meta_info.hybrid_cache` if modules were not put together.
     """
 
     registered: Registered
@@ -129,7 +129,7 @@ class Expanded:
     warnings: Sequence[str]
     modular: ModularPrompt | None = None
     start: int = 0
-    compute_segments: Callable[[], None] = lambda: None
+    on_not_composed: Callable[[Mapping[str, Any]], None] = lambda told: None
 
     def on_answer(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
         """`meta_info.prompt` of an answer; the last one is counted."""
@@ -149,14 +149,15 @@ class Expanded:
         }
 
     def _modular_answer(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
-        composed = (meta_info.get("hybrid_cache") or {}).get("composed_tokens")
+        told = meta_info.get("hybrid_cache") or {}
+        composed, why = told.get("composed_tokens"), told.get("composes_nothing")
         if composed == 0 and meta_info.get("finish_reason") is not None:
-            self.compute_segments()
+            self.on_not_composed(told)
         return {
             "schema": self.registered.schema.name,
             "mode": "modular",
             "exact": not composed,
-            "warnings": list(self.warnings),
+            "warnings": [*self.warnings, *([why] if why else [])],
         }
 
 
@@ -170,6 +171,7 @@ class Registry:
         self.tokenizer = tokenizer
         self._saved = saved
         self._schemas: dict[Tenant, dict[str, Registered]] = {}
+        self.whole = ""  # why the server's cache composes no prompt, once it has said so
 
     def register(self, tenant: Tenant, pml: str) -> Registered:
         """Keep a schema, in place of the tenant's earlier one of its name."""
@@ -276,7 +278,7 @@ class Registry:
 
         tokenized: the tokens of the draft. whole: see `expand`.
         """
-        registered, prompt = draft.registered, draft.prompt
+        registered, prompt, whole = draft.registered, draft.prompt, whole or self.whole
         warnings = [*draft.resolved.warnings, *([whole] if whole and prompt.modular else [])]
         segments = None
         if prompt.modular and not whole:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.returns.hints import PromptHints
@@ -17,6 +17,7 @@ from sglang_hybrid.extensions.schemas.declared.modular import (
 )
 from sglang_hybrid.extensions.schemas.declared.registry import Expanded
 from sglang_hybrid.extensions.schemas.endpoints.prewarm import compute, gone_from
+from sglang_hybrid.extensions.schemas.endpoints.server_registry import registry_of
 from sglang_hybrid.serving.config import BACKEND
 from sglang_hybrid.serving.requests.cache_fields import Imported, ServerPart, server_part
 from sglang_hybrid.serving.stored_keys import check_key, composed_key, segment_key
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
     import fastapi
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+COMPOSED = {
+    "nemotron_h",
+    "falcon_h1",
+    "granitemoehybrid",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "kimi_linear",
+}
+"""Types of models with recurrent layers, all of which are Mamba-2, gated delta nets or KDA: what a
+prompt loses that is composed of their states was measured (docs/results/modular.md)."""
 
 _computing: set[asyncio.Task[None]] = set()  # tasks, which nobody else holds
 
@@ -43,11 +56,18 @@ def why_whole(manager: TokenizerManager) -> str:
             f"Pages have {manager.server_args.page_size} tokens, and modules end within pages, so "
             "the prompt was computed as a whole."
         )
-    cost = CostModel.from_config(manager.model_config.hf_config.to_dict())
-    if cost.state_bytes:
+    if not CostModel.from_config(manager.model_config.hf_config.to_dict()).state_bytes:
+        return ""
+    kind = manager.model_config.hf_text_config.model_type
+    if kind.removesuffix("_text") not in COMPOSED:
         return (
-            "The model has recurrent layers, whose states cannot be put together, so the prompt "
-            "was computed as a whole."
+            f"What prompts of {kind}, a model with recurrent layers, lose that are composed of "
+            "modules is not known, so the prompt was computed as a whole."
+        )
+    if manager.server_args.speculative_algorithm is not None:
+        return (
+            "With speculative decoding no states are left where modules end, so the prompt was "
+            "computed as a whole."
         )
     return ""
 
@@ -57,19 +77,19 @@ def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded
     check_key(request.extra_key)
     server_part(request).hints = PromptHints(tuple(expanded.positions))
     if expanded.modular is not None:
-        expanded.compute_segments = _ask_apart(manager, request, expanded.modular)
+        expanded.on_not_composed = _ask_apart(manager, request, expanded.modular)
     request.expanded = expanded
 
 
 def _ask_apart(
     manager: TokenizerManager, request: GenerateReqInput, prompt: ModularPrompt
-) -> Callable[[], None]:
-    """Make `request` one for modules computed apart; returns what computes its segments, if some
-    are missing. Raises ValueError if its positions do not fit. One without segments is a prompt
-    like others.
+) -> Callable[[Mapping[str, Any]], None]:
+    """Make `request` one for modules computed apart; returns what computes the segments that its
+    answer says are missing. Raises ValueError if its positions do not fit. One without segments is
+    a prompt like others.
     """
     if not prompt.segments:
-        return lambda: None
+        return lambda told: None
     answer = (request.sampling_params or {}).get("max_new_tokens") or 0
     last = prompt.last_position + answer
     if last >= manager.context_len:
@@ -83,14 +103,16 @@ def _ask_apart(
     places = tuple((one.start, len(one.ids)) for one in prompt.segments)
     server_part(request).imported = Imported(places, prompt.position, key)
 
-    def compute_segments() -> None:
-        task = asyncio.get_running_loop().create_task(
-            compute_apart(manager, key, salt, prompt.segments)
-        )
+    def on_not_composed(told: Mapping[str, Any]) -> None:
+        registry_of(manager).whole = told.get("composes_nothing", "")
+        segments = [prompt.segments[number] for number in told.get("missing_segments", ())]
+        if not segments:
+            return
+        task = asyncio.get_running_loop().create_task(compute_apart(manager, key, salt, segments))
         _computing.add(task)
         task.add_done_callback(_computing.discard)
 
-    return compute_segments
+    return on_not_composed
 
 
 async def compute_apart(
@@ -119,7 +141,7 @@ async def compute_all(
     segments and tokens that were. Raises ValueError where modules cannot be computed apart, and
     when the client of `http` goes away.
     """
-    why = why_whole(manager)
+    why = why_whole(manager) or registry_of(manager).whole
     if why:
         raise ValueError(why.replace(", so the prompt was computed as a whole", ""))
     extra_key, cache_salt = own or (None, None)
