@@ -375,15 +375,23 @@ def test_where_no_states_are_composed_the_client_is_told(more: dict[str, Any], w
     assert why in at.cache.lookups.report(req).as_dict()["composes_nothing"]
 
 
-@pytest.mark.parametrize("kind", ["reuse", "sglang-lru", "one memory"])
+KINDS = {
+    "reuse": SIZES,
+    "sglang-lru": SIZES,
+    "one memory": replace(SIZES, one_memory=True, state_tokens=12),
+    "spilled states": replace(SIZES, states=6, kv=300, spills=True, state_tokens=12),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", seeds(4))
 def test_any_traffic_resumes_from_its_own_kind(seed: int, kind: str) -> None:
     """Exact prompts of the same tokens, segments, composed prompts, of several tenants, with
     evictions, aborts, retractions, loads from the host and flushes: `_check_resumed` looks at each.
     """
     draw = random.Random(seed)
-    sizes = replace(SIZES, one_memory=True, state_tokens=12) if kind == "one memory" else SIZES
-    policy = "reuse" if sizes.one_memory else kind
+    sizes = KINDS[kind]
+    policy = "reuse" if sizes.shares else kind
     at = SegmentServer.on(sizes, options(policy), draw.choice([0, 2]))
     start = at.free()
     for _ in range(120):
@@ -419,6 +427,7 @@ def test_any_traffic_resumes_from_its_own_kind(seed: int, kind: str) -> None:
         at.poll()
         at.check()
     assert at.composed
+    assert not sizes.spills or at.cache.spilled.spilled
     while at.cache.ongoing_write_through:
         at.poll()
     at.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))

@@ -206,13 +206,14 @@ class ModularPrompts:
         self, tokens: int, held: Sequence[Any]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Slots for the KV of so many tokens and, with recurrent layers, for a state [1]; none of
-        them if there is no room. The nodes `held` are not evicted for that.
+        them if there is no room. The nodes `held`, those of the segments and the one behind which
+        their KV goes, are not evicted for that.
         """
         cache, slot = self._cache, None
         locks = [cache.lock(node) for node in held]
         try:
             if self._states is not None:
-                slot = cache.slots.take()
+                slot = cache.slots.take() if self._in_slots(held[:-1]) else None
                 if slot is None:
                     return None, None
             evict_from_tree_cache(cache, tokens)
@@ -223,6 +224,16 @@ class ModularPrompts:
         finally:
             for lock in locks:
                 cache.unlock(lock)
+
+    def _in_slots(self, nodes: Sequence[int]) -> bool:
+        """Give the states of these nodes, which are held, a slot where they lie in the place of KV;
+        False if there are none.
+        """
+        cache, spilled = self._cache, self._cache.spilled
+        return spilled is None or all(
+            node not in spilled or (cache.slots.make_room() and spilled.bring_back(node))
+            for node in nodes
+        )
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy KV between these slots."""

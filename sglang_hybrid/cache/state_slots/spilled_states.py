@@ -129,11 +129,15 @@ class SpilledStates:
         self.spilled += 1
         return True
 
-    def bring_back(self) -> bool:
-        """Move the state that was spilled last into a free slot; returns whether there was one, and
-        a slot for it.
+    def __contains__(self, name: int) -> bool:
+        """True if the state of the node with this id lies in the place of KV."""
+        return name in self._at
+
+    def bring_back(self, name: int | None = None) -> bool:
+        """Move the state of the node with this id, None: the one that was spilled last, into a free
+        slot; returns whether there was one, and a slot for it.
         """
-        name = next(reversed(self._at), None)
+        name = next(reversed(self._at), None) if name is None else name
         slot = None if name is None else self._slots.alloc(1)
         if name is None or slot is None:
             return False
