@@ -43,14 +43,14 @@ class Split:
         spills: bool = False,
     ) -> Split:
         """`budget` bytes, split as --mamba-full-memory-ratio does; None: as we default it. spills:
-        states without a slot may lie in the place of KV.
+        states without a slot may lie in the place of KV, if they are large enough.
         """
         kv_bytes, state_bytes = cost.kv_bytes_per_token, cost.state_bytes
+        spilled = cost.spilled_tokens if spills else 0
         if states_to_kv is None:
-            states_to_kv = cost.spilling_states_to_kv if spills else cost.states_to_kv
+            states_to_kv = cost.spilling_states_to_kv if spilled else cost.states_to_kv
         for_states = int(budget * states_to_kv / (1 + states_to_kv)) if state_bytes else 0
         slots = for_states // state_bytes if state_bytes else UNBOUNDED
-        spilled = -(-state_bytes // kv_bytes) if spills and kv_bytes and state_bytes else 0
         return cls((budget - for_states) // kv_bytes if kv_bytes else UNBOUNDED, slots, spilled)
 
     def bytes(self, cost: CostModel) -> int:

@@ -25,10 +25,6 @@ more than half. A state can move to KV once it is in the tree."""
 MORE_BESIDE_SLOTS: Final = ("Qwen4ExpForConditionalGeneration", "InklingForConditionalGeneration")
 """Models that keep more for each slot than SGLang's pool of states has."""
 
-SMALLEST: Final = 50
-"""Tokens of KV that a state must take the place of. With fewer, states take less than a twentieth
-of the memory in a pool of their own, and one takes as many launches to move as a large one."""
-
 PLAIN_KV: Final = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 """Types of KV whose rows have no scales beside them."""
 
@@ -81,16 +77,13 @@ def _has_plain_states(model: Any) -> bool:
         mambaish_config(model) is not None
         and not model.is_hybrid_swa
         and not names & {*MORE_BESIDE_SLOTS, *PURE_SSM_ARCHITECTURES}
-        and _tokens_of_state(model.hf_config) >= SMALLEST
+        and _has_large_states(model.hf_config)
     )
 
 
-def _tokens_of_state(hf_config: Any) -> float:
-    """Tokens of KV that take as many bytes as a state, by the model's config; 0 if it cannot be
-    read, or if there is no KV.
-    """
+def _has_large_states(hf_config: Any) -> bool:
+    """True if the model's config can be read, and says so."""
     try:
-        cost = CostModel.from_config(hf_config.to_dict())
+        return CostModel.from_config(hf_config.to_dict()).spilled_tokens > 0
     except ValueError:
-        return 0
-    return cost.state_bytes / cost.kv_bytes_per_token if cost.kv_bytes_per_token else 0
+        return False

@@ -25,6 +25,10 @@ TOKENS_PER_STATE = 1_000
 SHARE_OF_SLOTS = 0.5
 """Of the slots that states have otherwise, where those without one may lie in the place of KV. A
 running request then counts for 1.25 of them or so in place of 2, so 0.8 times as many run."""
+SMALLEST_SPILLED = 50
+"""Tokens of KV that a state must take the place of to lie there. With fewer, states take less than
+a twentieth of the memory in a pool of their own, and one takes as many launches to move as a large
+one."""
 LARGE_STATE_TOKENS, LARGE_STATES_TO_KV, MOST_STATES_TO_KV = 5_500, 0.2, 1.5
 """For two pools, see `CostModel.states_to_kv`."""
 
@@ -186,6 +190,12 @@ class CostModel:
         tokens = self.state_bytes / self.kv_bytes_per_token
         large = LARGE_STATES_TO_KV + tokens / LARGE_STATE_TOKENS
         return min(tokens / TOKENS_PER_STATE, large, MOST_STATES_TO_KV)
+
+    @property
+    def spilled_tokens(self) -> int:
+        """Tokens of KV in whose place a state can lie; 0 where that is worth no copies."""
+        tokens = -(-self.state_bytes // max(1, self.kv_bytes_per_token))
+        return tokens if self.kv_bytes_per_token and tokens >= SMALLEST_SPILLED else 0
 
     @property
     def spilling_states_to_kv(self) -> float:

@@ -160,8 +160,8 @@ class SglangSimulator(SglangRules):
         self.grid = grid
         self.chunk = chunk
         self.interval = interval
-        if isinstance(budget, Split) and budget.spilled:  # its states stay in their pool
-            budget = budget.bytes(cost)
+        if isinstance(budget, Split):
+            budget = replace(budget, spilled=0)  # its states stay in their pool
         if isinstance(budget, int):
             budget = Split.of(budget, cost, SGLANG_STATES_TO_KV)
         self.kv_policy = PathLru()

@@ -94,6 +94,8 @@ def hits_within(
         return counted_hits(replace(window, budget=budget, serving=serving), spec)
     cache: Cache
     if window.cost.state_bytes:
+        if isinstance(budget, Split) and budget.spilled:  # it would divide its bytes otherwise
+            budget = budget.bytes(window.cost)
         running = None if window.serving is None else SGLANG_RUNNING_STATES
         cache = SglangSimulator(window.cost, budget, running_states=running)
     else:  # a plain radix cache
