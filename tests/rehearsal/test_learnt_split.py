@@ -23,13 +23,14 @@ rehearsal = Rehearsal("H100", Path(sys.argv[1]))
 from sglang_hybrid.cache import resolution
 resolution.split_path = lambda server_args: Path(sys.argv[1]) / "learnt"
 given = ["--mamba-full-memory-ratio", "1.0"]
-for flags in ([], given, ["--max-mamba-cache-size", "300"]):
+apart = ["--hybrid-memory", "split"]
+for flags in ([], given, ["--max-mamba-cache-size", "300"], apart):
     print("start", rehearsal.start("Nemotron-H-8B", flags).to_json())
 """
 
 
 def starts(folder: Path) -> list[Start]:
-    """By default, with a ratio and with a number of slots."""
+    """By default, with a ratio, with a number of slots, and with pools that lend nothing."""
     done = subprocess.run(
         [sys.executable, "-c", STARTS, str(folder)],
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
@@ -43,15 +44,17 @@ def starts(folder: Path) -> list[Start]:
 
 
 def test_memory_is_divided_as_the_last_traffic_asked_for(tmp_path: Path) -> None:
-    learnt = LearntSplit(3.0, 0.712, 0.612, 2_048)
+    learnt = LearntSplit(3.0, 0.712, 0.612, 2_048, spills=True)
     (tmp_path / "learnt").write_bytes(msgspec.json.encode(learnt))
-    by_traffic, by_ratio, by_slots = starts(tmp_path)
-    for start in (by_traffic, by_ratio, by_slots):
+    by_traffic, by_ratio, by_slots, apart = starts(tmp_path)
+    for start in (by_traffic, by_ratio, by_slots, apart):
         assert start.stopped is None
+        assert start.spills == (start is not apart)
     states = by_traffic.slots * by_traffic.state_bytes
     assert states / (by_traffic.tokens * by_traffic.kv_bytes) == pytest.approx(3.0, rel=0.02)
     assert any("71.2 % would have been hit instead of 61.2 %" in line for line in by_traffic.log)
     states = by_ratio.slots * by_ratio.state_bytes
     assert states / (by_ratio.tokens * by_ratio.kv_bytes) == pytest.approx(1.0, rel=0.02)
     assert by_slots.slots == 300
-    assert not any("last server" in line for line in (*by_ratio.log, *by_slots.log))
+    others = (*by_ratio.log, *by_slots.log, *apart.log)  # the last one's states did spill
+    assert not any("last server" in line for line in others)
