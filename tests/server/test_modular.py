@@ -91,6 +91,13 @@ def composed_in_the_end(url: str, prompt: str) -> dict[str, Any]:
     raise AssertionError("the segments are never there")
 
 
+def expanded(model: Path, prompt: str) -> ModularPrompt:
+    """The segments and the new tokens of a prompt, by the model's tokenizer."""
+    tokenizer = PromptTokenizer(AutoTokenizer.from_pretrained(model))
+    schema = read_schema(SCHEMA)
+    return modular(Layout(schema, tokenizer), resolve(schema, read_prompt(prompt)))
+
+
 def masked_logprobs(model: Path, prompt: ModularPrompt, output: list[int]) -> list[float]:
     """Of the output's tokens, where each segment's tokens attend to none but its own."""
     ids = [*prompt.ids, *output]
@@ -120,9 +127,7 @@ def test_it_is_the_model_under_the_modules_mask(url: str, model: Path, imports: 
     prompt = pml(imports)
     answer = composed_in_the_end(url, prompt)
     assert answer["meta_info"]["prompt"]["exact"] is False
-    schema, read = read_schema(SCHEMA), read_prompt(prompt)
-    tokenizer = PromptTokenizer(AutoTokenizer.from_pretrained(model))
-    expected = modular(Layout(schema, tokenizer), resolve(schema, read))
+    expected = expanded(model, prompt)
     assert composed(answer) == len(expected.ids) - len(expected.new)
     assert answer["meta_info"]["cached_tokens"] >= composed(answer)
     reference = masked_logprobs(model, expected, answer["output_ids"])
@@ -130,6 +135,11 @@ def test_it_is_the_model_under_the_modules_mask(url: str, model: Path, imports: 
 
 
 def test_a_selection_that_nobody_sent_before_is_put_together(url: str) -> None:
+    selections_are_put_together(url)
+
+
+def selections_are_put_together(url: str) -> None:
+    """Those of modules that were computed for other prompts."""
     prepared = prepare(url)
     assert prepared["segments"] == 4 and prepared["tokens"] > 40  # no sea: it holds a value
     send(url, pml("<unit/><map/>"))  # what the chat template writes is computed now

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import requests
-from transformers import AutoTokenizer
 
-from sglang_hybrid.extensions.schemas.declared.modular import Layout, ModularPrompt, modular
-from sglang_hybrid.extensions.schemas.declared.resolve import read_prompt, resolve
-from sglang_hybrid.extensions.schemas.declared.schema import read_schema
-from sglang_hybrid.extensions.schemas.declared.tokens import PromptTokenizer
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import TOLERANCE, flush, hybrid_cache, logprobs
 from tests.server.composed_reference import composed_logprobs
-from tests.server.test_modular import SCHEMA, composed, composed_in_the_end, pml, prepare, send
+from tests.server.test_modular import (
+    SCHEMA,
+    composed,
+    composed_in_the_end,
+    expanded,
+    pml,
+    selections_are_put_together,
+    send,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -48,12 +51,6 @@ def _empty(url: str) -> None:
     flush(url)
 
 
-def expanded(model: Path, prompt: str) -> ModularPrompt:
-    tokenizer = PromptTokenizer(AutoTokenizer.from_pretrained(model))
-    schema = read_schema(SCHEMA)
-    return modular(Layout(schema, tokenizer), resolve(schema, read_prompt(prompt)))
-
-
 @pytest.mark.parametrize("imports", ["<unit/><map/>", '<sea count="three"/><player/>', "<player/>"])
 def test_it_is_the_model_under_the_modules_mask(url: str, model: Path, imports: str) -> None:
     prompt = pml(imports)
@@ -67,11 +64,7 @@ def test_it_is_the_model_under_the_modules_mask(url: str, model: Path, imports: 
 
 
 def test_a_selection_that_nobody_sent_before_is_put_together(url: str) -> None:
-    prepared = prepare(url)
-    assert prepared["segments"] == 4 and prepared["tokens"] > 40  # no sea: it holds a value
-    send(url, pml("<unit/><map/>"))  # what the chat template writes is computed now
-    assert composed_in_the_end(url, pml("<map/><player/>"))
-    assert composed(send(url, pml("<unit/><player/>"))) > 30
+    selections_are_put_together(url)
 
 
 def test_exact_prompts_and_those_put_together_never_meet(url: str) -> None:
