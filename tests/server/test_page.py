@@ -90,9 +90,11 @@ def test_explain_marks_where_the_server_says_that_a_hit_ends(opened: Opened, url
     assert opened.value("document.getElementById('answer').dataset.hit") == "120"
     opened.until("document.getElementById('tree').dataset.mark === '120'")
     assert "branch point" in opened.page.inner_text("#answer")
-    rows = "[...document.querySelectorAll('#requests tr')]"  # other tests may send some, too
-    opened.until(f"{rows}.some(row => row.textContent.includes('150'))")
-    opened.page.click("#requests tr:has-text('150') button")
+    tokens = (
+        "#requests td[data-name=tokens]"  # ids of requests of other tests may have these digits
+    )
+    opened.until(f"[...document.querySelectorAll('{tokens}')].some(it => it.textContent === '150')")
+    opened.page.click("#requests tr:has(td[data-name=tokens]:text-is('150')) button")
     opened.until("document.getElementById('answer').textContent.startsWith('request ')")
     opened.page.click("#compare")
     opened.until("document.getElementById('answer').textContent.includes('up to token 120 of')")
