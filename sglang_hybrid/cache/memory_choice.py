@@ -22,6 +22,7 @@ from sglang_hybrid.cache.resolution import (
     has_states,
     why_not_in_unified_pool,
 )
+from sglang_hybrid.cache.state_slots.spill_choice import PLAIN_KV
 from sglang_hybrid.checkpoints.support import plans_checkpoints, why_unplanned
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
@@ -36,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 BY_DEFAULT = "sglang_hybrid: --hybrid-memory auto"
 """The name under which one memory is declared that nobody asked for."""
-
-CHECKED_KV = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
-"""Types of KV that SGLang's unified pool has."""
 
 
 def take_one_memory(server_args: ServerArgs, lacking: str = "") -> None:
@@ -155,7 +153,7 @@ def _why_not_on_a_gpu(server_args: ServerArgs) -> str:
             HybridConfig.from_environment().hybrid_device_codec.may_change
         ),
         f"one memory has no KV of type {view.kv_cache_dtype}": (
-            view.kv_cache_dtype not in CHECKED_KV
+            view.kv_cache_dtype not in PLAIN_KV
         ),
         "--enable-kv-cache-sharding needs them": view.enable_kv_cache_sharding,
     }

@@ -23,7 +23,6 @@ from sglang_hybrid.cache.request.full_hits import FullHits
 from sglang_hybrid.cache.request.lookups import LookUps
 from sglang_hybrid.cache.request.pinning import make_pins
 from sglang_hybrid.cache.sizes import measured_cost
-from sglang_hybrid.cache.state_slots.spilled_states import SpilledStates, make_spilled_states
 from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
 from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
 from sglang_hybrid.cache.tiers.served_tiers import disk_of
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.coded.entries import CodedEntries
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
+    from sglang_hybrid.cache.state_slots.spilled_states import SpilledStates
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.memory.account import MemoryAccount
     from sglang_hybrid.extensions.disk.learning import Learning
@@ -120,7 +120,11 @@ def build_parts(
         coded = CodedEntries(cache, params, on_device())
         sizes = coded.sizes(measured.kv_bytes_per_token, measured.state_bytes)
         measured = replace(measured, coded=sizes)
-    spilled = make_spilled_states(cache, params) if spills and account is None else None
+    spilled = None
+    if spills:
+        from sglang_hybrid.cache.state_slots.spilled_states import make_spilled_states
+
+        spilled = make_spilled_states(cache, params)
     shadow_tree: ShadowTree | None = None
     on_cpu = str(getattr(allocator, "device", "cpu")) == "cpu"
     speeds = MeasuredSpeeds(measured, on_cpu=on_cpu)

@@ -124,14 +124,23 @@ def masked_logprobs(model: Path, prompt: ModularPrompt, output: list[int]) -> li
 
 @pytest.mark.parametrize("imports", ["<unit/><map/>", '<sea count="three"/><player/>', "<player/>"])
 def test_it_is_the_model_under_the_modules_mask(url: str, model: Path, imports: str) -> None:
+    follows_the_mask(url, model, imports, masked_logprobs)
+
+
+Reference = Callable[[Path, ModularPrompt, list[int]], list[float]]
+"""Log probabilities of an output [n] behind a prompt whose modules were read alone."""
+
+
+def follows_the_mask(url: str, model: Path, imports: str, reference: Reference) -> None:
+    """A prompt is put together of these modules, and the answer is that of the reference."""
     prompt = pml(imports)
     answer = composed_in_the_end(url, prompt)
     assert answer["meta_info"]["prompt"]["exact"] is False
     expected = expanded(model, prompt)
     assert composed(answer) == len(expected.ids) - len(expected.new)
     assert answer["meta_info"]["cached_tokens"] >= composed(answer)
-    reference = masked_logprobs(model, expected, answer["output_ids"])
-    assert logprobs(answer) == pytest.approx(reference, abs=TOLERANCE)
+    wanted = reference(model, expected, answer["output_ids"])
+    assert logprobs(answer) == pytest.approx(wanted, abs=TOLERANCE)
 
 
 def test_a_selection_that_nobody_sent_before_is_put_together(url: str) -> None:

@@ -16,7 +16,7 @@ from tests.server.test_modular import (
     SCHEMA,
     composed,
     composed_in_the_end,
-    expanded,
+    follows_the_mask,
     pml,
     selections_are_put_together,
     send,
@@ -53,14 +53,7 @@ def _empty(url: str) -> None:
 
 @pytest.mark.parametrize("imports", ["<unit/><map/>", '<sea count="three"/><player/>', "<player/>"])
 def test_it_is_the_model_under_the_modules_mask(url: str, model: Path, imports: str) -> None:
-    prompt = pml(imports)
-    answer = composed_in_the_end(url, prompt)
-    assert answer["meta_info"]["prompt"]["exact"] is False
-    expected = expanded(model, prompt)
-    assert composed(answer) == len(expected.ids) - len(expected.new)
-    assert answer["meta_info"]["cached_tokens"] >= composed(answer)
-    reference = composed_logprobs(model, expected, answer["output_ids"])
-    assert logprobs(answer) == pytest.approx(reference, abs=TOLERANCE)
+    follows_the_mask(url, model, imports, composed_logprobs)
 
 
 def test_a_selection_that_nobody_sent_before_is_put_together(url: str) -> None:

@@ -77,9 +77,10 @@ class OneMemoryCache(UnifiedRadixCache):
         try:
             while not enough():
                 if allocation_reclaim_satisfied is None and self.spilled is not None:
-                    if self._move(self.spilled, surplus):
+                    kv, slots = surplus(ComponentType.FULL), surplus(ComponentType.MAMBA)
+                    if self._move(self.spilled, kv, slots):
                         continue
-                    if surplus(ComponentType.FULL) >= 0 and not self.spilled.movable:
+                    if kv >= 0 and not self.spilled.movable:
                         break  # requests hold all slots, so no victim frees one
                 node_id, made_progress = self._evict_device_next_node(ComponentType.MAMBA, tracker)
                 if node_id is not None:
@@ -90,11 +91,11 @@ class OneMemoryCache(UnifiedRadixCache):
             self.tree_core.evict_device_end(ComponentType.MAMBA)
 
     @staticmethod
-    def _move(spilled: SpilledStates, surplus: Callable[[ComponentType], int]) -> bool:
-        """Move a state from where room is lacking, if there is a `surplus` of the other kind;
-        returns whether one was moved.
+    def _move(spilled: SpilledStates, kv: int, slots: int) -> bool:
+        """Move a state from where room is lacking, if there is more than what is asked for of the
+        other kind; returns whether one was moved. kv, slots: what is there beyond that, below 0
+        where it is lacking.
         """
-        kv, slots = surplus(ComponentType.FULL), surplus(ComponentType.MAMBA)
         if slots < 0:
             return kv >= spilled.tokens and spilled.spill()
         return slots > 0 and spilled.bring_back()

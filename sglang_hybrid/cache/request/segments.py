@@ -119,8 +119,10 @@ class ModularPrompts:
 
     def on_request_end(self, req: Req) -> None:
         """`req` ended, and what it computed is in the tree."""
+        if self._states is None:
+            return
         asked = fields_of(req).imported
-        if self._states is None or asked is None or asked.segments:
+        if asked is None or asked.segments:
             return
         core = self._cache.tree_core
         like = RadixKey(req.origin_input_ids, is_bigram=core.is_eagle, cache_salt=req.cache_salt)

@@ -26,7 +26,7 @@ MORE_BESIDE_SLOTS: Final = ("Qwen4ExpForConditionalGeneration", "InklingForCondi
 """Models that keep more for each slot than SGLang's pool of states has."""
 
 PLAIN_KV: Final = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
-"""Types of KV whose rows have no scales beside them."""
+"""Types of KV whose rows have no scales beside them; SGLang's unified pool has these."""
 
 
 def states_spill(server_args: ServerArgs) -> bool:

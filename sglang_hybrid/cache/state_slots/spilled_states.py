@@ -61,6 +61,10 @@ class SpilledStates:
 
     # What there is.
 
+    def __contains__(self, name: int) -> bool:
+        """True if the state of the node with this id lies in the place of KV."""
+        return name in self._at
+
     def __len__(self) -> int:
         """States that lie in the place of KV now."""
         return len(self._at)
@@ -128,10 +132,6 @@ class SpilledStates:
         self.freed[KV] -= self.tokens
         self.spilled += 1
         return True
-
-    def __contains__(self, name: int) -> bool:
-        """True if the state of the node with this id lies in the place of KV."""
-        return name in self._at
 
     def bring_back(self, name: int | None = None) -> bool:
         """Move the state of the node with this id, None: the one that was spilled last, into a free

@@ -48,10 +48,8 @@ def _evicting(make: Callable[..., Policy]) -> System:
 
     def build(setting: Setting, **options: Any) -> Cache:
         if setting.as_served:
-            memory = setting.memory
-            if make is SglangLru and isinstance(memory, Split) and memory.spilled:
-                memory = setting.apart
-            two_pools = isinstance(memory, Split)
+            two_pools = isinstance(setting.memory, Split)
+            memory = setting.apart if two_pools and make is SglangLru else setting.memory
             kv_policy, state_policy = _policies(make if two_pools else alone, options)
             return ServerSimulator(
                 setting.cost,
