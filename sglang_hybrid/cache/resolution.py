@@ -18,7 +18,7 @@ from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
 
 from sglang_hybrid.cache.learnt_split import read_split, split_path
 from sglang_hybrid.cache.sizes import cost_of_model
-from sglang_hybrid.cache.state_slots.spill_choice import states_spill
+from sglang_hybrid.cache.state_slots.spill_choice import share_of_slots, states_spill
 from sglang_hybrid.checkpoints.support import (
     CHAINS_ONLY,
     MIXERS_INSIDE_GRAPHS,
@@ -351,9 +351,9 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
     server's traffic asked for, or `CostModel.states_to_kv`. SGLang's is meant for a state per chunk
     of a prefill, and planned ones are fewer.
 
-    Where states spill into KV they get half of it. Elsewhere, where prompts can only be short, they
-    get more: a slot that no running request holds, every other one, has no more KV beside it than
-    the longest request.
+    Where states spill into KV they get about half of it. Elsewhere, where prompts can only be
+    short, they get more: a slot that no running request holds, every other one, has no more KV
+    beside it than the longest request.
     """
     view = resolving_view(server_args)
     if view.mamba_full_memory_ratio is not None or not plans_checkpoints(view):
@@ -363,7 +363,7 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
         return
     spills = states_spill(server_args)
     if spills:
-        ratio = round(cost.spilling_states_to_kv, 3)
+        ratio = round(cost.spilling_states_to_kv(share_of_slots(server_args)), 3)
     else:
         longest = model_config_of(server_args).context_len * max(1, cost.kv_bytes_per_token)
         least = 2.1 * cost.state_bytes / longest  # pools are not to the byte what they should be

@@ -23,6 +23,10 @@ class Serving:
     pin_share: float = DEFAULT_SHARE
 
 
+LEAST_SLOTS = 2
+"""Slots of a pool whose states spill: a request needs one, and a state inside its prefill one."""
+
+
 @dataclass(frozen=True)
 class Split:
     """A budget in two pools: KV tokens and state slots. spilled: tokens of KV in whose place a
@@ -43,15 +47,19 @@ class Split:
         spills: bool = False,
     ) -> Split:
         """`budget` bytes, split as --mamba-full-memory-ratio does; None: as we default it. spills:
-        states without a slot may lie in the place of KV, if they are large enough.
+        states without a slot may lie in the place of KV, if they are large enough; there are two
+        slots at least then. What is left of a slot is KV.
         """
         kv_bytes, state_bytes = cost.kv_bytes_per_token, cost.state_bytes
         spilled = cost.spilled_tokens if spills else 0
         if states_to_kv is None:
-            states_to_kv = cost.spilling_states_to_kv if spilled else cost.states_to_kv
+            states_to_kv = cost.spilling_states_to_kv() if spilled else cost.states_to_kv
         for_states = int(budget * states_to_kv / (1 + states_to_kv)) if state_bytes else 0
         slots = for_states // state_bytes if state_bytes else UNBOUNDED
-        return cls((budget - for_states) // kv_bytes if kv_bytes else UNBOUNDED, slots, spilled)
+        if spilled:
+            slots = max(slots, min(LEAST_SLOTS, budget // state_bytes))
+        for_kv = budget - slots * state_bytes
+        return cls(for_kv // kv_bytes if kv_bytes else UNBOUNDED, slots, spilled)
 
     def bytes(self, cost: CostModel) -> int:
         """Of both pools."""

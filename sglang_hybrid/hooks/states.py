@@ -38,10 +38,10 @@ def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int | F
     slots = slots_per_request(needed)
     if slots is not None:
         return slots
+    if spill_choice.states_spill(configurator.server_args):
+        return spill_choice.slots_per_request(get_schedule().max_mamba_cache_size, needed)
     drafts = get_spec().speculative_algorithm is not None  # each request has states of drafts, too
     if needed == 1 and not drafts and plans_checkpoints(configurator.server_args):
-        if spill_choice.states_spill(configurator.server_args):
-            return spill_choice.slots_per_request(get_schedule().max_mamba_cache_size)
         return HELD_AND_KEPT
     return mamba_ratio(configurator)
 

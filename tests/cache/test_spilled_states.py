@@ -17,6 +17,9 @@ from tests.cache.driver import MAMBA, Sizes
 from tests.examples import seeds
 
 SIZES = Sizes(states=5, kv=300, rows=6, context=512, row=32, spills=True, state_tokens=10)
+PAGES = replace(SIZES, states=12, kv=320, page=4, extra_buffer=True, grid=4)
+"""Each request holds three slots."""
+
 KV = {
     "keys and values": [torch.zeros(40, 2, 8, dtype=torch.bfloat16) for _ in range(4)],
     "latents": [torch.zeros(40, 1, 24, dtype=torch.bfloat16)],
@@ -56,10 +59,11 @@ def test_kv_that_is_not_kept_token_by_token_is_refused() -> None:
             StateRows([kv], states, 1)
 
 
+@pytest.mark.parametrize("sizes", [SIZES, PAGES], ids=["tokens", "pages of 4"])
 @pytest.mark.parametrize("seed", seeds(3))
-def test_what_is_hit_is_what_was_stored(seed: int) -> None:
+def test_what_is_hit_is_what_was_stored(seed: int, sizes: Sizes) -> None:
     """By whoever resumes from a spilled state; none is approximate."""
-    server = Valued.on(SIZES, options("reuse"), 16)
+    server = Valued.on(sizes, options("reuse"), 16)
     hit, inexact = conversation(random.Random(seed), server)
     assert hit > 0
     assert not inexact

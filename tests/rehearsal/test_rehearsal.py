@@ -99,7 +99,7 @@ def test_a_default_server(machine: str, model: str) -> None:
     paged = not set(start.attention) <= set(WITHOUT_PAGES)
     assert start.page == (64 if paged else 1)
     small = start.state_bytes < 50 * start.kv_bytes or not start.kv_bytes
-    assert start.spills == (not paged and not small and model not in KEPT_APART)
+    assert start.spills == (not small and model not in KEPT_APART)
     lines = [line for line in start.lines if "pages of 64 tokens" in line]
     assert len(lines) == paged
     for line in lines:
@@ -184,14 +184,14 @@ FLAGGED = [
     ),
     flagged(
         *("H100", NEMOTRON, "--page-size 16"),
-        {"strategy": "extra_buffer", "held": 3, "page": 16, "why_split": None},
+        {"strategy": "extra_buffer", "held": 3, "page": 16, "why_split": None, **SPILL},
         "up to 15 of which are computed again each time, and a running request holds 3 state "
         "slots instead of 1; use --page-size 1.",
     ),
     flagged("B200", NEMOTRON, "--attention-backend triton", ONE_SLOT | {"page": 1}),
     flagged(
         *("B200", NEMOTRON, "--prefill-attention-backend triton"),
-        {"strategy": "extra_buffer", "held": 3, "page": 64},
+        {"strategy": "extra_buffer", "held": 3, "page": 64, **SPILL},
         "use --page-size 1 and an --attention-backend without pages",
     ),
     # What somebody asks for stays.

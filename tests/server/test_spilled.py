@@ -25,15 +25,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SLOTS, PROMPTS, TOKENS, NEW_TOKENS = 6, 12, 300, 6
 POOLS = ("--max-mamba-cache-size", str(SLOTS), "--max-total-tokens", "24000")
+PAGES = ("--page-size", "16")
+"""A request holds three slots then."""
 
 
-@pytest.mark.parametrize("architecture", ["nemotron-h", "qwen3-next", "kimi-linear", "falcon-h1"])
-def test_hits_on_spilled_states_are_exact(architecture: str, serve: Serve, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "flags"),
+    [
+        *((name, ()) for name in ("nemotron-h", "qwen3-next", "kimi-linear", "falcon-h1")),
+        ("nemotron-h", PAGES),
+        ("kimi-linear", PAGES),
+    ],
+)
+def test_hits_on_spilled_states_are_exact(
+    architecture: str, flags: tuple[str, ...], serve: Serve, seed: int
+) -> None:
     """Twice as many prompts as slots, asked again: most of what they resume from lies in KV. Two
     at a time, for each needs a slot of its own meanwhile, and slots for the states that it leaves.
     """
     prompts = [random_prompt(TOKENS + 7 * at, seed=seed % 2**16 + at) for at in range(PROMPTS)]
-    with serve(*SPILLS, *POOLS, of=architecture) as server:
+    with serve(*SPILLS, *POOLS, *flags, of=architecture) as server:
         assert hybrid_cache(server.url)["memory"] is None
         with ThreadPoolExecutor(2) as pool:
             first = list(pool.map(lambda ids: ask(server.url, ids, NEW_TOKENS), prompts))

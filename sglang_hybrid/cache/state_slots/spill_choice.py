@@ -10,8 +10,8 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
 
-from sglang_hybrid.checkpoints.support import one_slot_per_request, plans_checkpoints
-from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.checkpoints.support import plans_checkpoints
+from sglang_hybrid.core.costs.cost import SHARE_OF_SLOTS, CostModel
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Eviction, Memory
 
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 SPARE, LEAST_SPARE = 5, 8
 """One slot in so many is left for the states of prefills under way, and so many at least, but no
 more than half. A state can move to KV once it is in the tree."""
+
+STRATEGIES: Final = ("no_buffer", "extra_buffer")
+"""SGLang's, by which a request holds its state alone, or the buffers of its decode, too."""
+
+SHARE_WITH_BUFFERS: Final = 0.6
+"""Of the slots, where a request holds three of the five that it counts for (`SHARE_OF_SLOTS`)."""
 
 MORE_BESIDE_SLOTS: Final = ("Qwen4ExpForConditionalGeneration", "InklingForConditionalGeneration")
 """Models that keep more for each slot than SGLang's pool of states has."""
@@ -40,26 +46,32 @@ def states_spill(server_args: ServerArgs) -> bool:
         and options.policy is not Eviction.SGLANG_LRU
         and not options.hybrid_device_codec.may_change
         and plans_checkpoints(view)
-        and view.mamba_radix_cache_strategy == "no_buffer"
-        and one_slot_per_request(view)
+        and view.mamba_radix_cache_strategy in STRATEGIES
         and not _forbidden_by_flags(view)
         and _has_plain_states(model_config_of(server_args))
     )
 
 
-def slots_per_request(slots: int | None) -> Fraction:
-    """State slots that a running request counts for, of a pool with so many; None: it is not known
-    yet.
+def share_of_slots(server_args: ServerArgs) -> float:
+    """Of the slots that states have otherwise, those that they have where they spill."""
+    buffers = resolving_view(server_args).mamba_radix_cache_strategy == "extra_buffer"
+    return SHARE_WITH_BUFFERS if buffers else SHARE_OF_SLOTS
+
+
+def slots_per_request(slots: int | None, held: int) -> Fraction:
+    """State slots that a running request, which holds `held` of them, counts for, of a pool with
+    `slots`; None: that is not known yet.
     """
     if slots is None or slots < 2:
-        return Fraction(SPARE, SPARE - 1)
+        return held * Fraction(SPARE, SPARE - 1)
     spare = min(slots // 2, max(LEAST_SPARE, slots // SPARE))
-    return Fraction(slots, slots - spare)
+    return held * Fraction(slots, slots - spare)
 
 
 def _forbidden_by_flags(view: Any) -> bool:
     return bool(
         view.enable_unified_memory
+        or view.speculative_algorithm is not None
         or view.enable_hierarchical_cache
         or view.pp_size > 1
         or view.disaggregation_mode != "null"

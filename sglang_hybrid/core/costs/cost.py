@@ -23,8 +23,9 @@ IntArray = npt.NDArray[np.int64]
 
 TOKENS_PER_STATE = 1_000
 SHARE_OF_SLOTS = 0.5
-"""Of the slots that states have otherwise, where those without one may lie in the place of KV. A
-running request then counts for 1.25 of them or so in place of 2, so 0.8 times as many run."""
+"""Of the slots that states have otherwise, where those without one may lie in the place of KV: as
+many as requests hold of those that they count for. They count for 1.25 times what they hold or so
+then, so 0.8 times as many run."""
 SMALLEST_SPILLED = 50
 """Tokens of KV that a state must take the place of to lie there. With fewer, states take less than
 a twentieth of the memory in a pool of their own, and one takes as many launches to move as a large
@@ -197,12 +198,11 @@ class CostModel:
         tokens = -(-self.state_bytes // max(1, self.kv_bytes_per_token))
         return tokens if self.kv_bytes_per_token and tokens >= SMALLEST_SPILLED else 0
 
-    @property
-    def spilling_states_to_kv(self) -> float:
-        """The same where states without a slot may lie in the place of KV: with `SHARE_OF_SLOTS` of
-        the slots.
+    def spilling_states_to_kv(self, share_of_slots: float = SHARE_OF_SLOTS) -> float:
+        """The same where states without a slot may lie in the place of KV: with so many of the
+        slots.
         """
-        share = SHARE_OF_SLOTS * self.states_to_kv / (1 + self.states_to_kv)
+        share = share_of_slots * self.states_to_kv / (1 + self.states_to_kv)
         return share / (1 - share)
 
     @overload

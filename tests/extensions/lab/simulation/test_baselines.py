@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.nodes import NEVER
-from sglang_hybrid.core.server_settings import Serving, Split
+from sglang_hybrid.core.server_settings import LEAST_SLOTS, Serving, Split
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab.simulation.baselines import (
     SGLANG_RUNNING_STATES,
@@ -230,7 +230,7 @@ def test_a_running_request_takes_room_from_what_is_cached(system: int) -> None:
     cache.end_prefill(huge)
     cache.finish(huge)
     assert hits(cache, again)[0] > 100
-    kv = (18 * 32, 7_700, 4_290)[system]
+    kv = (18 * 32, 7_700, 4_480)[system]
     big = cache.begin(request(numbers(10_000, kv), [1]))
     assert not big.apart
     assert cache.serve(again).hit_len == 0
@@ -336,10 +336,14 @@ def test_a_state_exists_only_once_its_prefill_has_run() -> None:
 def test_a_split_as_sglang_makes_it() -> None:
     budget = Split.of(19 * GB, PAPER, 0.9)
     assert budget.slots == 9 * GB // PAPER.state_bytes
-    assert budget.kv_tokens == pytest.approx(10 * GB / PAPER.kv_bytes_per_token, abs=1)
+    for_kv = 19 * GB - budget.slots * PAPER.state_bytes  # what is left of a slot is KV
+    assert budget.kv_tokens == for_kv // PAPER.kv_bytes_per_token
     attention = replace(PAPER, state_bytes=0)
     assert Split.of(GB, attention, 0.9).kv_tokens == GB // PAPER.kv_bytes_per_token
     assert Split.of(GB, attention).kv_tokens == GB // PAPER.kv_bytes_per_token
+    few = Split.of(4 * PAPER.state_bytes, PAPER, 0.1, spills=True)
+    assert few.slots == LEAST_SLOTS  # with one no state could be taken inside a prefill
+    assert few.kv_tokens == 2 * PAPER.state_bytes // PAPER.kv_bytes_per_token
 
 
 def test_a_split_as_we_default_it() -> None:
