@@ -100,6 +100,9 @@ CONFIGURATIONS = {
     "default": Configuration(REQUESTS, PRIORITIES),
     "two pools": Configuration(FEWER, (*PRIORITIES, *TWO_POOLS)),
     "spilled states": Configuration(FEWER, (*PRIORITIES, *SPILLS)),
+    "spilled states, page 16": Configuration(
+        FEWER, (*PRIORITIES, *EXTRA_BUFFER, *SPILLS), slots=2 * 3 * RUNNING
+    ),
     "two pools, host memory": Configuration(FEWER, (*PRIORITIES, *TWO_POOLS, *HOST)),
     "two pools, page 16": Configuration(
         FEWER, (*PRIORITIES, *EXTRA_BUFFER, *TWO_POOLS), slots=2 * 3 * RUNNING
@@ -189,6 +192,9 @@ def everything_happened(server: ServerProcess, soak: Soak, replicas: list[dict])
         assert {"state", "leaf"} <= seen["evicted"].keys()
         assert {"branch", "tail"} <= seen["checkpoints_admitted"].keys()
         assert seen["full_hits"] is None or seen["full_hits"]["answered"]
+        assert seen["spilled"] is None or (
+            seen["spilled"]["spilled"] and seen["spilled"]["fetched"]
+        )
         if seen["coded"] is not None:
             assert not any(seen["coded"]["now"].values())
             assert all(
