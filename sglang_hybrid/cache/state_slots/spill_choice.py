@@ -62,9 +62,9 @@ def slots_per_request(slots: int | None, held: int) -> Fraction:
     """State slots that a running request, which holds `held` of them, counts for, of a pool with
     `slots`; None: that is not known yet.
     """
-    if slots is None or slots < 2:
+    if slots is None or slots <= held:
         return held * Fraction(SPARE, SPARE - 1)
-    spare = min(slots // 2, max(LEAST_SPARE, slots // SPARE))
+    spare = min(slots // 2, max(LEAST_SPARE, slots // SPARE), slots - held)
     return held * Fraction(slots, slots - spare)
 
 
