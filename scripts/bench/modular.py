@@ -23,7 +23,7 @@ from torch import Tensor
 from scripts.bench.coded import NAMES
 from scripts.bench.commands import Count
 from scripts.bench.report import BenchFailed, Table, seconds_of, versions
-from scripts.bench.servers import hybrid_cache, large_model, post
+from scripts.bench.servers import hybrid_cache, post
 from scripts.train.documents import (
     COUNTS,
     PAIRS,
@@ -40,6 +40,7 @@ from scripts.train.segments import Apart, append, composed, encode
 from sglang_hybrid.core.programs import whole
 from sglang_hybrid.extensions.cpu.models import build_tiny_model
 from sglang_hybrid.extensions.cpu.models.lexicon import STEMS
+from sglang_hybrid.extensions.schemas.composition.losses import MOST_POINTS
 from sglang_hybrid.serving.server_process import ServerProcess
 
 CONTEXT = 768
@@ -49,8 +50,6 @@ SEAMS = (0, 3, 16, 64)
 short convolutions of these models mix three tokens with those in front."""
 TIMED_SEAMS = (0, 16, 64)
 REACHES = (BOTH, STATES)
-BOUND = 3.3
-"""Points that a composed prompt may lose beside the whole one."""
 LEARNT = 0.75
 """Share of answers below which a model has not learnt a task, so that nothing can be lost."""
 LARGE = Sizes("RRR*" * 5, hidden=1024, heads=8, width=128)
@@ -114,7 +113,7 @@ def quality(model: Hybrid, sequences: int) -> None:
     for (reach, task, documents), (exact, *rest) in found.items():
         right = f"{100 * exact.accuracy:.1f}"
         table.row(reach.name, task, documents, right, *(_cell(one, exact) for one in rest))
-    print(f"\nThe smallest seam that loses at most {BOUND} points, and what it loses.\n")
+    print(f"\nThe smallest seam that loses at most {MOST_POINTS} points, and what it loses.\n")
     smallest = Table("reaches back", *(f"answer: {task}" for task in TASKS))
     for reach in REACHES:
         cells = (smallest_seam([found[reach, task, n] for n in COUNTS]) for task in TASKS)
@@ -141,7 +140,7 @@ def _cell(found: Answers, exact: Answers) -> str:
 
 
 def smallest_seam(rows: Sequence[list[Answers]]) -> str:
-    """The smallest seam with which no row loses more than `BOUND` points, and what it loses."""
+    """The smallest seam with which no row loses more than `MOST_POINTS`, and what it loses."""
     learnt = min(exact.accuracy for exact, *_ in rows)
     if learnt < LEARNT:
         return f"not learnt ({100 * learnt:.1f} %)"
@@ -150,7 +149,7 @@ def smallest_seam(rows: Sequence[list[Answers]]) -> str:
         for number in range(len(SEAMS))
     ]
     for seam, points in zip(SEAMS, gained, strict=True):
-        if points >= -BOUND:
+        if points >= -MOST_POINTS:
             return f"{seam} ({points:+.1f})"
     return f"none ({max(gained):+.1f})"
 
@@ -213,13 +212,12 @@ def times_of_servers(kinds: Sequence[Kind]) -> None:
         text=2,
     )
     with tempfile.TemporaryDirectory() as folder:
-        for kind in kinds:
-            models = {"tiny": build_tiny_model(SERVED[kind], Path(folder) / kind)}
-            if kind == "mamba2":
-                models["100 M"] = large_model()
-            for size, model in models.items():
-                with ServerProcess(["--model-path", str(model)]) as server:
-                    table.row(SERVED[kind], size, *_served(server.url))
+        for kind, scale in product(kinds, ("tiny", "100m")):
+            model = build_tiny_model(SERVED[kind], Path(folder) / f"{kind}-{scale}", scale=scale)
+            weights = [] if list(model.glob("*.safetensors")) else ["--load-format", "dummy"]
+            with ServerProcess(["--model-path", str(model), *weights]) as server:
+                size = scale.replace("100m", "100 M")
+                table.row(SERVED[kind], size, *_served(server.url))
 
 
 def _served(url: str) -> list[str]:

@@ -268,19 +268,43 @@ def test_transitions_have_a_bound_and_go_with_their_states() -> None:
     at.compute(ONE)
     states = at.cache.modular._states
     assert at.cache.server_info()["transitions"] == {"kept": 3, "bytes": 12, "limit": states.limit}
-    states.limit = 8
+    states._kept.most_bytes = 8
     at.run(at.segment(replace(ONE, segments=((0, (9, 9)),)), 0))
     assert states.as_dict() == {"kept": 2, "bytes": 8, "limit": 8}
     req = at.ask(ONE)
     at.run(req)
     assert at.cache.modular.of(req) == Composition(0), "three were computed anew for each prompt"
     at.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))
-    states.limit = 100
+    states._kept.most_bytes = 100
     at.run(at.segment(ONE, 0))
     assert states.as_dict()["kept"] == 1
     at.flush()
     assert states.as_dict() == {"kept": 0, "bytes": 0, "limit": 100}
     assert at.free() == (SIZES.kv, SIZES.states)
+
+
+def test_a_tenants_flood_of_segments_replaces_its_own_transitions() -> None:
+    at = SegmentServer.made()
+    own, others = replace(ONE, extra_key="a"), replace(ONE, extra_key="b")
+    at.compute(own)
+    at.cache.modular._states._kept.most_bytes = 6 * 4
+    for number in range(4):
+        salted = replace(others, segments=((0, (20 + number,)),), cache_salt=str(number))
+        at.run(at.segment(salted, 0))
+    assert at.cache.modular._states.as_dict()["kept"] == 6
+    assert at.composes(own) == ONE.length
+    assert at.cache.modular._states.has(at.ask(own), at.node_of(own, 0))
+    assert not at.cache.modular._states.has(at.ask(others), at.node_of(own, 0))
+
+
+def test_composed_states_are_counted_as_such() -> None:
+    at = SegmentServer.made()
+    at.compute(ONE)
+    before = at.cache.server_info()["checkpoints_admitted"]
+    at.composes(ONE)
+    after = at.cache.server_info()["checkpoints_admitted"]
+    assert after["composed"] == 1 and "composed" not in before
+    assert "unknown" not in after
 
 
 def test_without_a_slot_the_prompt_is_whole_and_nothing_is_lost() -> None:

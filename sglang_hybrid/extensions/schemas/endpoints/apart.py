@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.returns.hints import PromptHints
+from sglang_hybrid.extensions.schemas.composition.losses import why_refused
 from sglang_hybrid.extensions.schemas.declared.modular import (
     Layout,
     ModularPrompt,
@@ -28,18 +29,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-COMPOSED = {
-    "nemotron_h",
-    "falcon_h1",
-    "granitemoehybrid",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "kimi_linear",
-}
-"""Types of models with recurrent layers, all of which are Mamba-2, gated delta nets or KDA: what a
-prompt loses that is composed of their states was measured (docs/results/modular.md)."""
-
 _computing: set[asyncio.Task[None]] = set()  # tasks, which nobody else holds
 
 
@@ -58,12 +47,8 @@ def why_whole(manager: TokenizerManager) -> str:
         )
     if not CostModel.from_config(manager.model_config.hf_config.to_dict()).state_bytes:
         return ""
-    kind = manager.model_config.hf_text_config.model_type
-    if kind.removesuffix("_text") not in COMPOSED:
-        return (
-            f"What prompts of {kind}, a model with recurrent layers, lose that are composed of "
-            "modules is not known, so the prompt was computed as a whole."
-        )
+    if why := why_refused(manager.model_config.hf_text_config.model_type):
+        return f"{why[0].upper()}{why[1:]}, so the prompt was computed as a whole."
     if manager.server_args.speculative_algorithm is not None:
         return (
             "With speculative decoding no states are left where modules end, so the prompt was "
