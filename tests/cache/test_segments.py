@@ -219,9 +219,14 @@ class SegmentServer(TieredServer):
 
 
 def drawn(draw: random.Random, **more: Any) -> Asked:
-    """A prompt of one to three segments."""
-    places = sorted(draw.sample(range(3), draw.randint(1, 3)))
-    segments = tuple((PLACES[at], tuple(draw.choice(TEXTS[at]))) for at in places)
+    """A prompt of one to three segments, each at its place; or, as spans of a prompt are where
+    attention has no positions, in any order, all at 0.
+    """
+    places, anywhere = draw.sample(range(3), draw.randint(1, 3)), draw.random() < 0.3
+    segments = tuple(
+        (0 if anywhere else PLACES[at], tuple(draw.choice(TEXTS[at])))
+        for at in (places if anywhere else sorted(places))
+    )
     new = tuple(draw.choices(range(60, 62), k=draw.randint(1, 4)))
     return Asked(segments, new, **{**draw.choice(TENANTS), **more})
 
@@ -241,6 +246,15 @@ def test_a_prompt_begins_with_the_composed_state(chunk: int) -> None:
     assert at.composes(other) == ONE.length
     turned = replace(ONE, segments=(ONE.segments[0], ONE.segments[2]))
     assert at.composes(turned) == 4
+
+
+def test_segments_without_places_are_put_together_in_any_order() -> None:
+    at = SegmentServer.made()
+    first, second, third = (tokens for _, tokens in ONE.segments)
+    at.compute(replace(ONE, segments=((0, first), (0, second), (0, third))))
+    for order in ((third, first), (second, first, third)):
+        assert at.composes(replace(ONE, segments=tuple((0, one) for one in order)))
+    assert at.composed == 2
 
 
 def test_what_is_missing_is_said_and_computed_whole() -> None:

@@ -62,11 +62,11 @@ def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded
     check_key(request.extra_key)
     server_part(request).hints = PromptHints(tuple(expanded.positions))
     if expanded.modular is not None:
-        expanded.on_not_composed = _ask_apart(manager, request, expanded.modular)
+        expanded.on_not_composed = ask_apart(manager, request, expanded.modular)
     request.expanded = expanded
 
 
-def _ask_apart(
+def ask_apart(
     manager: TokenizerManager, request: GenerateReqInput, prompt: ModularPrompt
 ) -> Callable[[Mapping[str, Any]], None]:
     """Make `request` one for modules computed apart; returns what computes the segments that its
@@ -75,15 +75,17 @@ def _ask_apart(
     """
     if not prompt.segments:
         return lambda told: None
+    if isinstance(request.sampling_params, list):
+        raise ValueError("sampling_params is a list; a prompt of modules is a single one.")
     answer = (request.sampling_params or {}).get("max_new_tokens") or 0
     last = prompt.last_position + answer
     if last >= manager.context_len:
         raise ValueError(
-            f"the schema's places, the new text and the answer end at position {last:,}; the model "
-            f"has {manager.context_len:,}."
+            f"the places of modules, the new text and the answer end at position {last:,}; the "
+            f"model has {manager.context_len:,}."
         )
     request.input_ids = prompt.ids
-    key, salt = request.extra_key, request.cache_salt
+    key, salt, adapter = request.extra_key, request.cache_salt, request.lora_path
     request.extra_key = composed_key(key, prompt.digest)
     places = tuple((one.start, len(one.ids)) for one in prompt.segments)
     server_part(request).imported = Imported(places, prompt.position, key)
@@ -93,7 +95,8 @@ def _ask_apart(
         segments = [prompt.segments[number] for number in told.get("missing_segments", ())]
         if not segments:
             return
-        task = asyncio.get_running_loop().create_task(compute_apart(manager, key, salt, segments))
+        work = compute_apart(manager, key, salt, segments, adapter=adapter)
+        task = asyncio.get_running_loop().create_task(work)
         _computing.add(task)
         task.add_done_callback(_computing.discard)
 
@@ -106,9 +109,12 @@ async def compute_apart(
     cache_salt: str | None,
     segments: Iterable[Segment],
     http: fastapi.Request | None = None,
+    *,
+    adapter: Any = None,
 ) -> None:
     """Compute each of these segments apart. extra_key: of the client. http: the request that waits
-    for them, if one does; raises ValueError when its client goes away.
+    for them, if one does; raises ValueError when its client goes away. adapter: the name of the one
+    with which they are computed.
     """
     gone = gone_from(http)
     for one in segments:
@@ -116,7 +122,7 @@ async def compute_apart(
             raise ValueError("the client went away before its modules were computed.")
         owner = tenant(segment_key(extra_key, one.start), cache_salt)
         part = ServerPart(imported=Imported((), one.start, extra_key))
-        await compute(manager, "segment", owner, one.ids, part, http)
+        await compute(manager, "segment", owner, one.ids, part, http, adapter)
 
 
 async def compute_all(
