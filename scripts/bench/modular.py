@@ -72,9 +72,10 @@ def modular(
     """What prompts lose and save that are composed of documents which were computed apart.
 
     Small hybrids of recurrent layers and attention are trained on prompts of documents, one process
-    to a core. Each document is then computed alone, and the states, keys and values of several are
-    composed in their order; questions behind them are answered from that, and from the whole
-    prompt. Then a prompt of four documents is timed, with models that are not trained.
+    to each core that may be used. Each document is then computed alone, and the states, keys and
+    values of several are composed in their order; questions behind them are answered from that, and
+    from the whole prompt. Then a prompt of four documents is timed, with models that are not
+    trained.
     """
     chosen, begin = kinds or get_args(Kind), perf_counter()
     print(f"{versions()}.\n")
@@ -82,7 +83,8 @@ def modular(
         times_of_servers(chosen)
         return
     trained = chosen if steps else ()
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as processes:
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, get_context("spawn")) as processes:
         for text in processes.map(measure, trained, repeat(steps), repeat(sequences)):
             print(text, flush=True)
     times(chosen, repeats)
