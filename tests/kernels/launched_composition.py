@@ -1,5 +1,6 @@
 """The kernel of `composition`, in Triton's interpreter or on a GPU; run by test_checkpoint_states
-and test_composition."""
+and test_composition_compiled.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from sglang_hybrid.core.returns.hints import MOST_POSITIONS
 from sglang_hybrid.extensions.schemas.declared.modular import ModularPrompt, Segment
 from sglang_hybrid.extensions.schemas.endpoints import apart, spans
 from sglang_hybrid.serving.requests.cache_fields import Imported, server_part
-from sglang_hybrid.serving.stored_keys import composed_key
+from sglang_hybrid.serving.stored_keys import composed_key, segment_key
 
 IDS = list(range(100, 160))
 NEMOTRON_H = SimpleNamespace(model_type="nemotron_h")
@@ -55,7 +55,8 @@ def manager(model: Any = NEMOTRON_H) -> Any:
 @pytest.fixture(autouse=True)
 def _served(monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry that has nothing to say; each test has managers of its own."""
-    monkeypatch.setattr(spans, "registry_of", lambda _: SimpleNamespace(whole=""))
+    for module in (spans, apart):
+        monkeypatch.setattr(module, "registry_of", lambda _: SimpleNamespace(whole=""))
     monkeypatch.setattr(apart, "why_whole", lambda _: "")
 
 
@@ -182,6 +183,34 @@ def test_where_nothing_is_composed_the_prompt_is_exact_and_says_so(
     assert request.extra_key == "a" and server_part(request).imported is None
     told = request.expanded.on_answer({"hybrid_cache": {}, "finish_reason": {}})
     assert told == {"mode": "modular", "exact": True, "warnings": ["Not here."]}
+
+
+def test_missing_segments_are_computed_for_the_same_tenant_and_adapter() -> None:
+    sent: list[Any] = []
+
+    async def compute(request: Any, http: Any) -> Any:
+        sent.append(request)
+        yield {}
+
+    async def answered() -> None:
+        serving = manager(LLAMA)
+        serving.generate_request = compute
+        fields = {"extra_key": "a", "cache_salt": "s", "lora_path": "adapter"}
+        request: Any = GenerateReqInput(
+            input_ids=IDS, kv_hints=hints(said((0, 20), (20, 40))), sampling_params={}, **fields
+        )
+        await spans.ask_spans(serving, request)
+        told = {"composed_tokens": 0, "missing_segments": [1]}
+        request.expanded.on_answer({"hybrid_cache": told, "finish_reason": None})
+        assert not apart._computing
+        request.expanded.on_answer({"hybrid_cache": told, "finish_reason": {}})
+        await asyncio.gather(*apart._computing)
+
+    asyncio.run(answered())
+    (one,) = sent
+    assert one.input_ids == IDS[20:40] and one.sampling_params["max_new_tokens"] == 0
+    assert (one.extra_key, one.cache_salt, one.lora_path) == (segment_key("a", 20), "s", "adapter")
+    assert server_part(one).imported == Imported((), 20, "a")
 
 
 def test_a_request_without_the_action_stays_as_it_is() -> None:
