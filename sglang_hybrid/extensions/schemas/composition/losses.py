@@ -27,7 +27,7 @@ class Loss:
 
 
 MAMBA2: Final = Loss("Mamba-2", 0.8)
-GATED_DELTA_NET: Final = Loss("gated delta nets", 0.8)
+GATED_DELTA_NET: Final = Loss("gated delta nets", 1.2)
 KDA: Final = Loss("KDA", 3.1)
 
 LOSSES: Final = {
