@@ -18,9 +18,14 @@ from functools import reduce
 from itertools import pairwise
 
 import torch
+import triton
 from torch import Tensor
 
-from sglang_hybrid.kernels.gated_delta_rule import gated_delta_rule_prefill
+from sglang_hybrid.kernels import composition_triton as kernels
+from sglang_hybrid.kernels.gated_delta_rule import L2_EPS, gated_delta_rule_prefill
+
+TILE_ROWS = 16
+"""Rows of a transition that one program takes through a segment."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +114,48 @@ def delta_rule_transitions(
     k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: list[int], *, l2norm: bool = False
 ) -> Tensor:
     """The transitions of `delta_rule_segments` alone, float32 [S, Hv, Dk, Dk]: a scan of values of
-    zero, from the identity. That is what a prefill needs beside its own scan.
+    zero, from the identity. That is what a prefill needs beside its own scan. On a GPU it is one
+    launch for each segment, and nothing waits for the device.
     """
+    if k.is_cuda:
+        return launched_transitions(k, g, beta, cu_seqlens, l2norm=l2norm)
     heads, keys, count = beta.shape[1], k.shape[-1], len(cu_seqlens) - 1
     identity = torch.eye(keys, device=k.device).expand(count, heads, keys, keys)
     zeros = k.new_zeros(len(k), heads, keys)
     return gated_delta_rule_prefill(
         k, k, zeros, g, beta, cu_seqlens, l2norm=l2norm, initial_states=identity
     ).final_states
+
+
+def launched_transitions(
+    k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: list[int], *, l2norm: bool = False
+) -> Tensor:
+    """`delta_rule_transitions` by the Triton kernel. In memory, the numbers of a key, and of its
+    decays where each channel has one, stand side by side.
+    """
+    tokens, heads, keys = len(k), beta.shape[1], k.shape[-1]
+    if k.stride(-1) != 1 or (g.dim() == 3 and g.stride(-1) != 1) or tokens < cu_seqlens[-1]:
+        raise ValueError(
+            f"k has strides {k.stride()}, g {g.stride()}, and segments end at token "
+            f"{cu_seqlens[-1]} of {tokens}; rows must be dense, and no segment longer."
+        )
+    shape = (len(cu_seqlens) - 1, heads, keys, keys)
+    found = torch.eye(keys, device=k.device).expand(shape).contiguous()  # of no tokens
+    for one, (begin, end) in zip(found, pairwise(cu_seqlens), strict=True):
+        if begin == end:
+            continue
+        of_segment = [each[begin:end] for each in (k, g, beta)]
+        strides = [stride for each in of_segment for stride in each.stride()[:2]]
+        kernels.delta_transition[(heads, triton.cdiv(keys, TILE_ROWS))](
+            *(one, *of_segment, end - begin, *strides, L2_EPS),
+            KEY=keys,
+            HEADS_PER_KEY=heads // k.shape[1],
+            PER_CHANNEL=g.dim() == 3,
+            NORMALISE=l2norm,
+            TILE_ROWS=TILE_ROWS,
+            TILE_KEY=triton.next_power_of_2(keys),
+        )
+    return found
 
 
 def decay_transition(log_decay: Tensor) -> Tensor:

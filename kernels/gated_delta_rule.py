@@ -25,11 +25,12 @@ from sglang_hybrid.kernels.chunks import Block, Positions, Scanned, States, bloc
 CHUNK = 64
 CHUNK_BY_CHANNEL = 16
 """Tokens of a chunk where each channel has a decay of its own."""
+L2_EPS = 1e-6
 SCORES_PER_BLOCK = 1 << 20
 """Elements of the [chunks, H, L, L] decays, of KDA [chunks, H, L, L, Dk], held at once."""
 
 
-def l2_normalised(t: Tensor, eps: float = 1e-6) -> Tensor:
+def l2_normalised(t: Tensor, eps: float = L2_EPS) -> Tensor:
     """Unit vectors along the last dimension: ``t / sqrt(sum(t^2) + eps)``."""
     return t * torch.rsqrt((t * t).sum(-1, keepdim=True) + eps)
 

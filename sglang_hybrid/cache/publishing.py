@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -48,6 +49,15 @@ class Publisher:
         finally:
             self._insertions_belong_to(None)
         return publication.published
+
+    @contextmanager
+    def inserting(self, req: Req, position: int, kind: Kind) -> Iterator[None]:
+        """A state of this kind at this position, which was not planned, is inserted for ``req``."""
+        self._insertions_belong_to(Publication(req, self._slots, [], inserting=(position, kind)))
+        try:
+            yield
+        finally:
+            self._insertions_belong_to(None)
 
     def _insertions_belong_to(self, publication: Publication | None) -> None:
         """The states that are inserted from now on are those of ``publication``; None: nobody's."""

@@ -23,6 +23,7 @@ KINDS = {
     "prompt_end": "prompt's end",
     "tail": "answer's end",
     "chunk": "chunk's end",
+    "composed": "modules' end",
 }
 """The position of a checkpoint of each kind, in words."""
 

@@ -219,9 +219,14 @@ class SegmentServer(TieredServer):
 
 
 def drawn(draw: random.Random, **more: Any) -> Asked:
-    """A prompt of one to three segments."""
-    places = sorted(draw.sample(range(3), draw.randint(1, 3)))
-    segments = tuple((PLACES[at], tuple(draw.choice(TEXTS[at]))) for at in places)
+    """A prompt of one to three segments, each at its place; or, as spans of a prompt are where
+    attention has no positions, in any order, all at 0.
+    """
+    places, anywhere = draw.sample(range(3), draw.randint(1, 3)), draw.random() < 0.3
+    segments = tuple(
+        (0 if anywhere else PLACES[at], tuple(draw.choice(TEXTS[at])))
+        for at in (places if anywhere else sorted(places))
+    )
     new = tuple(draw.choices(range(60, 62), k=draw.randint(1, 4)))
     return Asked(segments, new, **{**draw.choice(TENANTS), **more})
 
@@ -241,6 +246,15 @@ def test_a_prompt_begins_with_the_composed_state(chunk: int) -> None:
     assert at.composes(other) == ONE.length
     turned = replace(ONE, segments=(ONE.segments[0], ONE.segments[2]))
     assert at.composes(turned) == 4
+
+
+def test_segments_without_places_are_put_together_in_any_order() -> None:
+    at = SegmentServer.made()
+    first, second, third = (tokens for _, tokens in ONE.segments)
+    at.compute(replace(ONE, segments=((0, first), (0, second), (0, third))))
+    for order in ((third, first), (second, first, third)):
+        assert at.composes(replace(ONE, segments=tuple((0, one) for one in order)))
+    assert at.composed == 2
 
 
 def test_what_is_missing_is_said_and_computed_whole() -> None:
@@ -268,19 +282,43 @@ def test_transitions_have_a_bound_and_go_with_their_states() -> None:
     at.compute(ONE)
     states = at.cache.modular._states
     assert at.cache.server_info()["transitions"] == {"kept": 3, "bytes": 12, "limit": states.limit}
-    states.limit = 8
+    states._kept.most_bytes = 8
     at.run(at.segment(replace(ONE, segments=((0, (9, 9)),)), 0))
     assert states.as_dict() == {"kept": 2, "bytes": 8, "limit": 8}
     req = at.ask(ONE)
     at.run(req)
     assert at.cache.modular.of(req) == Composition(0), "three were computed anew for each prompt"
     at.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))
-    states.limit = 100
+    states._kept.most_bytes = 100
     at.run(at.segment(ONE, 0))
     assert states.as_dict()["kept"] == 1
     at.flush()
     assert states.as_dict() == {"kept": 0, "bytes": 0, "limit": 100}
     assert at.free() == (SIZES.kv, SIZES.states)
+
+
+def test_a_tenants_flood_of_segments_replaces_its_own_transitions() -> None:
+    at = SegmentServer.made()
+    own, others = replace(ONE, extra_key="a"), replace(ONE, extra_key="b")
+    at.compute(own)
+    at.cache.modular._states._kept.most_bytes = 6 * 4
+    for number in range(4):
+        salted = replace(others, segments=((0, (20 + number,)),), cache_salt=str(number))
+        at.run(at.segment(salted, 0))
+    assert at.cache.modular._states.as_dict()["kept"] == 6
+    assert at.composes(own) == ONE.length
+    assert at.cache.modular._states.has(at.ask(own), at.node_of(own, 0))
+    assert not at.cache.modular._states.has(at.ask(others), at.node_of(own, 0))
+
+
+def test_composed_states_are_counted_as_such() -> None:
+    at = SegmentServer.made()
+    at.compute(ONE)
+    before = at.cache.server_info()["checkpoints_admitted"]
+    at.composes(ONE)
+    after = at.cache.server_info()["checkpoints_admitted"]
+    assert after["composed"] == 1 and "composed" not in before
+    assert "unknown" not in after
 
 
 def test_without_a_slot_the_prompt_is_whole_and_nothing_is_lost() -> None:

@@ -24,6 +24,17 @@ def test_the_tenant_that_holds_most_loses_its_oldest_value() -> None:
     assert kept.get("c", "huge") is None and len(kept) == 5
 
 
+def test_a_value_that_is_dropped_leaves_room() -> None:
+    kept: Latest[int] = Latest(200)
+    kept.put("a", "one", 1, 100)
+    kept.put("a", "two", 2, 100)
+    kept.drop("a", "one")
+    kept.drop("b", "two")
+    assert kept.of("a") == [2] and kept.nbytes == 100
+    kept.put("b", "three", 3, 100)
+    assert kept.of("a") == [2] and kept.of("b") == [3]
+
+
 def test_a_value_replaces_the_earlier_one_of_its_name() -> None:
     kept: Latest[int] = Latest(500, 3)
     for number, name in enumerate("abcadd"):

@@ -45,9 +45,9 @@ def programs() -> list[str]:
 
 def test_our_kernels_in_the_interpreter() -> None:
     """States at any position are the recurrence's, no address is too large, rows of host memory,
-    slots that are coded in place.
+    slots that are coded in place, transitions of segments.
     """
-    parts = ("checkpoint_states", "addresses", "host_rows", "divided_rows")
+    parts = ("checkpoint_states", "addresses", "host_rows", "divided_rows", "composition")
     run([f"launched_{part}.py" for part in parts], "not slow", 4, 250)
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
-from scripts.bench.modular import SEAMS, measure, smallest_seam
-from scripts.train.documents import DOCUMENT, TASKS, WORDS, Task, draw
+from scripts.bench.modular import LEARNT, REACHES, SEAMS, measure, smallest_seam
+from scripts.bench.report import ROOT
+from scripts.train.documents import COUNTS, DOCUMENT, TASKS, WORDS, Task, draw
 from scripts.train.hybrids import Cache, Hybrid, Kind
 from scripts.train.recall import BOTH, NOTHING, STATES, Answers, Reach, prefill
 from scripts.train.segments import append, composed, encode
+from sglang_hybrid.extensions.schemas.composition.losses import LOSSES, MOST_POINTS, Loss
 from sglang_hybrid.kernels.composition import Segment
 
 KINDS: tuple[Kind, ...] = ("mamba2", "gdn", "kda")
@@ -140,6 +144,33 @@ def test_the_smallest_seam_is_one_with_which_no_row_loses_much() -> None:
     assert smallest_seam([good, late]) == "16 (-3.0)"
     assert smallest_seam([good, never]) == "none (-7.0)"
     assert smallest_seam([good, row(40, 40, 40, 40, 40)]) == "not learnt (40.0 %)"
+
+
+@pytest.mark.parametrize("loss", list(dict.fromkeys(LOSSES.values())), ids=lambda loss: loss.layers)
+def test_losses_that_the_server_goes_by_are_those_of_the_page(loss: Loss) -> None:
+    """Of seam windows of 0 tokens, and the smallest seam that is good enough, over what a model has
+    learnt; the page has both for each kind of layer."""
+    name = loss.layers[0].upper() + loss.layers[1:]
+    _, _, text = (ROOT / "docs/results/modular.md").read_text().partition(f"### {name}\n")
+    text = text.partition("\n### ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    cells = [row for row in rows if len(row) == 4 + len(SEAMS) and row[2].isdigit()]
+    assert len(cells) == len(REACHES) * len(TASKS) * len(COUNTS)
+    lost = {seam: -100.0 for seam in SEAMS}
+    for reach, task in {(row[0], row[1]) for row in cells}:
+        of_task = [row for row in cells if row[:2] == [reach, task]]
+        if min(float(row[3]) for row in of_task) < 100 * LEARNT:
+            continue
+        for row, (at, seam) in product(of_task, enumerate(SEAMS)):
+            points = float(row[3]) - float(row[4 + at].split(" / ")[0])
+            lost[seam] = max(lost[seam], points)
+    assert loss.points == pytest.approx(lost[0], abs=0.11)  # cells are rounded
+    *_, smallest = text.partition("The smallest seam")
+    found = re.findall(r"\| (none|\d+) \(([+-][\d.]+)\)", smallest)
+    seams = [int(seam) for seam, _ in found if seam != "none"]
+    assert found and loss.seam == (max(seams) if len(seams) == len(found) else None)
+    if loss.seam == 0:
+        assert loss.points == -min(float(points) for _, points in found) <= MOST_POINTS
 
 
 @pytest.mark.slow

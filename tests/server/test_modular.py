@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from sglang_hybrid.extensions.schemas.declared.modular import Layout, ModularPro
 from sglang_hybrid.extensions.schemas.declared.resolve import read_prompt, resolve
 from sglang_hybrid.extensions.schemas.declared.schema import read_schema
 from sglang_hybrid.extensions.schemas.declared.tokens import PromptTokenizer
+from sglang_hybrid.extensions.schemas.endpoints.spans import has_positions, prompt_of_spans
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import TOLERANCE, flush, logprobs
 
@@ -54,7 +57,7 @@ def pml(imports: str, question: str = "What is a unit?", mode: str = "modular") 
     return f'<prompt schema="game" mode="{mode}">{imports}<user>{question}</user></prompt>'
 
 
-def send(url: str, prompt: str, **more: Any) -> dict[str, Any]:
+def send(url: str, prompt: str | None, **more: Any) -> dict[str, Any]:
     body = {
         "pml": prompt,
         "sampling_params": {"max_new_tokens": 6, "temperature": 0},
@@ -81,10 +84,10 @@ def composed(answer: dict[str, Any]) -> int:
     return tokens
 
 
-def composed_in_the_end(url: str, prompt: str) -> dict[str, Any]:
+def composed_in_the_end(url: str, prompt: str | None, **more: Any) -> dict[str, Any]:
     """An answer whose prompt was put together; the first ones may find segments missing."""
     for _ in range(100):
-        answer = send(url, prompt)
+        answer = send(url, prompt, **more)
         if composed(answer):
             return answer
         time.sleep(0.1)
@@ -178,6 +181,63 @@ def test_a_tenant_has_segments_of_its_own(url: str) -> None:
     requests.post(url + "/v1/prompt_schemas", json=schema, timeout=60).raise_for_status()
     composed_in_the_end(url, pml("<unit/><map/>"))
     assert composed(send(url, pml("<unit/><map/>"), cache_salt="b")) == 0
+
+
+UNIT, LAND = (
+    "class Unit: one of many units of the game, with a name, a place, and a speed. ",
+    "class Map: the land where the units live, with hills, rivers, and three towns. ",
+)
+
+
+def spans(*pairs: tuple[Any, Any]) -> dict[str, Any]:
+    """The `kv_hints` that name these spans of a prompt."""
+    action = {
+        "action_id": "spans",
+        "action_type": "hybrid.segments",
+        "action_version": "1",
+        "payload": {"segments": [{"start": start, "end": end} for start, end in pairs]},
+    }
+    return {"protocol_version": "1", "message_id": "m", "actions": [action]}
+
+
+def test_spans_of_a_prompt_are_put_together(url: str, model: Path) -> None:
+    spans_are_put_together(url, model, masked_logprobs)
+
+
+def spans_are_put_together(url: str, model: Path, reference: Reference) -> None:
+    """Spans that a client names, with tokens in front of them and between them, in two orders; an
+    exact prompt of the same tokens, another tenant's, and what is refused."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = SimpleNamespace(**json.loads((model / "config.json").read_text()))
+    head, unit, land, gap, new = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in ("You write Python.", UNIT, LAND, "Also: ", "What is a unit?")
+    )
+    cold = send(url, None, input_ids=[*head, *unit, *gap, *land, *new])
+    for first, second in ((unit, land), (land, unit)):
+        ids = [*head, *first, *gap, *second, *new]
+        start = len(head) + len(first) + len(gap)
+        named = [(len(head), len(head) + len(first)), (start, start + len(second))]
+        asked = {"input_ids": ids, "kv_hints": spans(*named)}
+        told = send(url, None, **asked)["meta_info"]["hybrid_cache"]
+        anywhere = first is land and not has_positions(config)
+        assert bool(told["composed_tokens"]) is anywhere
+        answer = composed_in_the_end(url, None, **asked)
+        assert composed(answer) == named[-1][1]
+        assert answer["meta_info"]["prompt"] == {"mode": "modular", "exact": False, "warnings": []}
+        prompt = prompt_of_spans(ids, named, config)
+        wanted = reference(model, prompt, answer["output_ids"])
+        assert logprobs(answer) == pytest.approx(wanted, abs=TOLERANCE)
+        another = "a" if first is unit else "b"
+        assert composed(send(url, None, **asked, extra_key=another)) == 0
+    again = send(url, None, input_ids=[*head, *unit, *gap, *land, *new])
+    assert logprobs(again) == pytest.approx(logprobs(cold), abs=TOLERANCE)
+    for payload in ({"segments": [], "position": 9}, {"segments": [[0, 20]]}, {"position": 2**63}):
+        wrong = spans()
+        wrong["actions"][0]["payload"] = payload
+        for body in ({"input_ids": ids}, {"pml": pml("<unit/>", mode="exact")}):
+            refused = requests.post(url + "/generate", json={**body, "kv_hints": wrong}, timeout=60)
+            assert refused.status_code == 400, refused.text
 
 
 def test_several_samples_of_one_prompt_are_put_together(url: str) -> None:

@@ -20,6 +20,7 @@ from tests.server.test_modular import (
     pml,
     selections_are_put_together,
     send,
+    spans_are_put_together,
 )
 
 pytestmark = pytest.mark.slow
@@ -58,6 +59,10 @@ def test_it_is_the_model_under_the_modules_mask(url: str, model: Path, imports: 
 
 def test_a_selection_that_nobody_sent_before_is_put_together(url: str) -> None:
     selections_are_put_together(url)
+
+
+def test_spans_of_a_prompt_are_put_together(url: str, model: Path) -> None:
+    spans_are_put_together(url, model, composed_logprobs)
 
 
 def test_exact_prompts_and_those_put_together_never_meet(url: str) -> None:

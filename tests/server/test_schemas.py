@@ -392,6 +392,8 @@ def test_hints_import_modules_and_prepare_a_prompt(registered: str) -> None:
         {"action_type": "hybrid.import", "payload": {**asked, "imports": ["none"]}},
         {"action_type": "hybrid.prewarm", "payload": {"tokens_per_second": 0}},
         {"action_type": "hybrid.segments", "payload": {"segments": [[0, 1]], "position": 1}},
+        {"action_type": "hybrid.segments", "payload": {"segments": [], "position": 1}},
+        {"action_type": "hybrid.segments", "payload": {"segments": [{"start": 0, "end": 2**63}]}},
     ):
         refused = send(registered, kv_hints=hints(action), text="Begin.")
         assert refused.status_code == 400, refused.text

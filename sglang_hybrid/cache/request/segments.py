@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hybrid.core.extensions import extension
+from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.serving.device_streams import on_stream
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import Imported, fields_of
@@ -174,21 +175,23 @@ class ModularPrompts:
         nodes, tokens = [one.node for one in stored], [one.tokens for one in stored]
         states = None if slot is None else self._states
         slots = [] if states is None else states.slots(nodes)
+        moved = [] if states is None else states.transitions(req, nodes)
         read = (source, target, *slots, *([] if slot is None else [slot]))
         with on_stream(cache.forward_stream, *read):  # after the forward under way
             cache.order_behind_loads()
             self._copy(source, target)
             if slot is not None and states is not None:
-                states.compose(nodes, tokens, slots, slot)
-        result = cache.insert(
-            InsertParams(
-                key=self._key(key, key.token_ids[:length], key.extra_key),
-                value=torch.cat([have, target]),
-                prev_prefix_len=len(have),
-                inserted_len=len(have),
-                mamba_value=slot,
+                states.compose(moved, tokens, slots, slot)
+        with cache.publisher.inserting(req, length, Kind.COMPOSED):
+            result = cache.insert(
+                InsertParams(
+                    key=self._key(key, key.token_ids[:length], key.extra_key),
+                    value=torch.cat([have, target]),
+                    prev_prefix_len=len(have),
+                    inserted_len=len(have),
+                    mamba_value=slot,
+                )
             )
-        )
         if slot is not None and result.mamba_exist:
             cache.slots.give_back(slot)
         return Composition(length)
@@ -199,7 +202,7 @@ class ModularPrompts:
         for start, tokens in asked.segments:
             under = stored_under(segment_key(asked.extra_key, start), req.lora_id)
             kv, node = self._lookup(key.token_ids[at : at + tokens], key, under)
-            there = len(kv) == tokens and (self._states is None or self._states.has(node))
+            there = len(kv) == tokens and (self._states is None or self._states.has(req, node))
             found.append(StoredSegment(tokens, kv, node) if there else None)
             at += tokens
         return found

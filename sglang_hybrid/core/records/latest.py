@@ -28,6 +28,11 @@ class Latest(Generic[Value]):
     def __len__(self) -> int:
         return self._counts.total
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return self._bytes.total
+
     def put(self, tenant: Hashable, name: str, value: Value, size: int) -> None:
         """Keep a value of `size` bytes in place of an earlier one of its name. A value that is
         larger than the bound is not kept.
@@ -43,6 +48,10 @@ class Latest(Generic[Value]):
             self._drop_oldest(self._counts.largest())
         while self._bytes.total > self.most_bytes:
             self._drop_oldest(self._bytes.largest())
+
+    def drop(self, tenant: Hashable, name: str) -> None:
+        """Forget the value of this name, if it is kept."""
+        self._drop(payer_of(tenant), (tenant, name))
 
     def get(self, tenant: Hashable, name: str) -> Value | None:
         """The value of this name, None if it is not kept."""

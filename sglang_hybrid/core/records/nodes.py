@@ -21,6 +21,7 @@ class Kind(Enum):
     PROMPT_END = "prompt_end"
     TAIL = "tail"
     CHUNK = "chunk"
+    COMPOSED = "composed"
     UNKNOWN = "unknown"
 
 

@@ -10,6 +10,7 @@ reads by it, and traces have hints of sessions as their text (`Hint.parse`).
     hybrid.exact       only what comes from exact copies may be hit
     hybrid.prewarm     the prompt is computed and nothing generated (`read_rate`)
     hybrid.import      the prompt begins with modules of a schema (schemas/endpoints/actions.py)
+    hybrid.segments    spans of the prompt are modules without a schema (schemas/endpoints/spans.py)
 
 A position counts tokens from the start of the prompt. What is wrong with a hint is a ValueError
 with one sentence that names the field, its value and what it may be.
@@ -32,11 +33,13 @@ SESSION: Final = "hybrid.session"
 EXACT: Final = "hybrid.exact"
 IMPORT: Final = "hybrid.import"
 PREWARM: Final = "hybrid.prewarm"
+SEGMENTS: Final = "hybrid.segments"
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     CHECKPOINT: ("positions",),
     PIN: ("positions", "ttl", "priority"),
     PREWARM: ("tokens_per_second",),
+    SEGMENTS: ("segments",),
     SESSION: ("next", "seconds"),
     EXACT: (),
 }

@@ -21,6 +21,7 @@ from sglang_hybrid.core.returns.hints import (
     NO_HINTS,
     PIN,
     PREWARM,
+    SEGMENTS,
     SESSION,
     Hint,
     PromptHints,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.kv_hints import KvHintsEnvelope
 
 PREFIX = "hybrid."
-KNOWN = (CHECKPOINT, PIN, IMPORT, PREWARM, SESSION, EXACT)
+KNOWN = (CHECKPOINT, PIN, IMPORT, PREWARM, SEGMENTS, SESSION, EXACT)
 VERSION = "1"
 """The version of all our actions."""
 
@@ -99,7 +100,7 @@ def _check_kind(action: Any) -> None:
             f"knows {', '.join(KNOWN)}."
         )
     _check_version(kind, action.action_version)
-    if kind in (IMPORT, PREWARM):
+    if kind in (IMPORT, PREWARM, SEGMENTS):
         raise ValueError(
             f"kv_hints has {kind}, which is for requests of one prompt to /generate; leave it out."
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sglang_hybrid.checkpoints.tracks import StateTracks
+from sglang_hybrid.extensions.schemas.composition.losses import LOSSES, Loss
 from sglang_hybrid.extensions.schemas.composition.recording import Recording, SegmentTracks
 from sglang_hybrid.extensions.schemas.composition.states import joined_windows
 from sglang_hybrid.extensions.schemas.endpoints import apart
@@ -151,7 +152,10 @@ def test_the_window_is_that_of_the_last_inputs(tokens: list[int], axis: int) -> 
     ("model", "more", "said"),
     [
         ({"model_type": "qwen3_next"}, {}, ""),
+        ({"model_type": "qwen3_5_text"}, {}, ""),
+        ({"model_type": "kimi_linear"}, {}, ""),
         ({"model_type": "falcon_mamba"}, {}, "falcon_mamba, a model with recurrent layers"),
+        ({"model_type": "lossy"}, {}, "up to 3.4 points with lossy layers, and 3.3 is the most"),
         ({"model_type": "qwen3_next"}, {"speculative_algorithm": "NGRAM"}, "speculative"),
         ({"model_type": "qwen3_next"}, {"page_size": 16}, "end within pages"),
         ({"model_type": "llama"}, {}, ""),
@@ -160,6 +164,7 @@ def test_the_window_is_that_of_the_last_inputs(tokens: list[int], axis: int) -> 
 def test_prompts_are_whole_where_states_are_not_composed(
     model: dict[str, str], more: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(LOSSES, "lossy", Loss("lossy layers", 3.4, seam=16))
     has_states = SimpleNamespace(state_bytes=int(model["model_type"] != "llama"))
     monkeypatch.setattr(apart, "CostModel", SimpleNamespace(from_config=lambda _: has_states))
     args = {"radix_cache_backend": "hybrid", "page_size": 1, "speculative_algorithm": None}

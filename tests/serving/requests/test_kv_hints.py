@@ -99,7 +99,7 @@ def test_what_is_no_envelope_is_left_for_sglang_to_refuse(broken: Any) -> None:
         ({"action_type": "hybrid.checkpoint"}, "positions of hybrid.checkpoint is None"),
         (checkpoint([5], action_version="2"), "version '2' of hybrid.checkpoint"),
         (checkpoint([5], action_type="hybrid.fly"), "the action 'hybrid.fly'"),
-        (checkpoint([5], action_type="hybrid.segments"), "the action 'hybrid.segments'"),
+        (checkpoint([5], action_type="hybrid.segments"), "which is for requests of one prompt"),
         (pin([2**63]), "positions[0] of hybrid.pin is 9223372036854775808"),
         (session("maybe"), "says 'maybe' of the session; say 'end' or 'return'."),
         (session(None), "the payload of hybrid.session says None"),

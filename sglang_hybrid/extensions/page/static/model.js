@@ -3,7 +3,8 @@
 export const KINDS = {
   declared: ["#7b4fb5", "declared position"], branch: ["#c2410c", "branch point"],
   message: ["#0b7285", "message start"], prompt_end: ["#1d6fb8", "prompt's end"],
-  tail: ["#2b8a3e", "answer's end"], chunk: ["#868e96", "chunk's end"], unknown: ["#868e96", "where SGLang tracks"],
+  tail: ["#2b8a3e", "answer's end"], chunk: ["#868e96", "chunk's end"],
+  composed: ["#a61e4d", "modules' end"], unknown: ["#868e96", "where SGLang tracks"],
 };
 export const TIERS = ["device", "host", "disk"];
 

@@ -12,8 +12,7 @@ it where that one is shorter.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,10 +20,12 @@ import torch
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
+from sglang_hybrid.core.records.latest import Latest
 from sglang_hybrid.extensions.schemas.composition.recording import Kind, Recording, SegmentTracks
 from sglang_hybrid.kernels.composition import Segment
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import fields_of
+from sglang_hybrid.serving.stored_keys import payer
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 SHARE: Final = 4
-"""Transitions take up to a quarter of the bytes that the pool's states take."""
+"""Transitions take up to a quarter of the bytes that the pool's states take. In a full share the
+payer whose transitions take most loses the one that it used longest ago."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,23 @@ class Transition:
 
 
 class SegmentStates:
-    """The transitions of segments whose state is in the tree of `cache`, the last used last."""
+    """The transitions of segments whose state is in the tree of `cache`, each charged to the payer
+    of the request that computed it.
+    """
 
     def __init__(self, cache: HybridRadixCache) -> None:
         self._cache = cache
         self._pool = cache.req_to_token_pool
         self._recordings: PerRequest[Recording] = PerRequest()
-        self._kept: OrderedDict[int, Transition] = OrderedDict()  # by the node at a segment's end
-        self._bytes = 0
+        limit = int(cache.cost.state_bytes * self._pool.mamba_pool.size) // SHARE
+        self._kept: Latest[Transition] = Latest(limit)  # by payer, and node at a segment's end
         self._largest = 0  # bytes of a transition
         self._untold = False
-        self.limit = int(cache.cost.state_bytes * self._pool.mamba_pool.size) // SHARE
+
+    @property
+    def limit(self) -> int:
+        """Bytes of all transitions together."""
+        return self._kept.most_bytes
 
     @property
     def why_not(self) -> str:
@@ -106,44 +114,52 @@ class SegmentStates:
         if layers is None or recording.kind is None:
             self._untold = True
             return
-        for gone in [each for each in self._kept if not self._has_state(each)]:
-            self._drop(gone)
-        if node_id in self._kept:
-            self._drop(node_id)
-        transition = self._kept[node_id] = Transition(recording.kind, layers)
-        self._bytes += transition.nbytes
+        for whose, name, _ in list(self._kept.all()):
+            if not self._has_state(int(name)):
+                self._kept.drop(whose, name)
+        transition = Transition(recording.kind, layers)
         self._largest = max(self._largest, transition.nbytes)
-        while self._bytes > self.limit:
-            self._drop(next(iter(self._kept)))
+        self._put(payer(req.extra_key), node_id, transition)
 
     def could_hold(self, segments: int) -> bool:
         """True if so many segments can have their transitions at once, as far as is known."""
         return segments * self._largest <= self.limit
 
-    def has(self, node_id: int) -> bool:
-        """True if the segment that ends at this node has its state and its transition."""
-        return node_id in self._kept and self._has_state(node_id)
+    def has(self, req: Req, node_id: int) -> bool:
+        """True if the segment of `req` that ends at this node has its state and its transition."""
+        return self._get(payer(req.extra_key), node_id) is not None and self._has_state(node_id)
 
     def slots(self, nodes: Sequence[int]) -> list[Tensor]:
         """The slots [1] of the states of segments that end at these nodes (`has`)."""
         return [slot for slot in map(self._state, nodes) if slot is not None]
 
+    def transitions(self, req: Req, nodes: Sequence[int]) -> list[Transition]:
+        """Those of segments of `req` that end at these nodes (`has`), which are used now."""
+        whose = payer(req.extra_key)
+        found = [(node, self._get(whose, node)) for node in nodes]
+        used = [(node, transition) for node, transition in found if transition is not None]
+        for node, transition in used:
+            self._put(whose, node, transition)
+        return [transition for _, transition in used]
+
     def compose(
-        self, nodes: Sequence[int], tokens: Sequence[int], slots: Sequence[Tensor], slot: Tensor
+        self,
+        transitions: Sequence[Transition],
+        tokens: Sequence[int],
+        slots: Sequence[Tensor],
+        slot: Tensor,
     ) -> None:
-        """Write the state behind segments of so many `tokens`, which end at these nodes and have
+        """Write the state behind segments of so many `tokens`, which have these `transitions` and
         their states in `slots`, into `slot` [1]; nothing waits for the device.
         """
         states = self._pool.mamba_pool.mamba_cache
         *sources, target = [self._row(each) for each in (*slots, slot)]
         pool = states.temporal
-        for node in nodes:
-            self._kept.move_to_end(node)
-        kind = self._kept[nodes[0]].kind
+        kind = transitions[0].kind
         for layer in range(len(pool)):
             composed = pool[layer, sources[0]].float()
-            for source, node in zip(sources[1:], nodes[1:], strict=True):
-                moved = self._kept[node].layers[layer].to(pool.device, non_blocking=True)
+            for source, transition in zip(sources[1:], transitions[1:], strict=True):
+                moved = transition.layers[layer].to(pool.device, non_blocking=True)
                 added = pool[layer, source].float()
                 composed = Segment(added, moved, kind.is_matrix).after(composed)
             pool[layer, target] = composed.to(pool.dtype)
@@ -153,12 +169,11 @@ class SegmentStates:
 
     def forget_all(self) -> None:
         """The tree was emptied."""
-        self._kept.clear()
-        self._bytes = 0
+        self._kept = Latest(self.limit)
 
     def as_dict(self) -> dict[str, int]:
         """For /server_info."""
-        return {"kept": len(self._kept), "bytes": self._bytes, "limit": self.limit}
+        return {"kept": len(self._kept), "bytes": self._kept.nbytes, "limit": self.limit}
 
     def _state(self, node_id: int) -> Tensor | None:
         node = self._cache.tree_core.node_by_id(node_id)
@@ -173,8 +188,11 @@ class SegmentStates:
         row: Tensor = self._pool.translate_mamba_indices(slot)
         return row.long()
 
-    def _drop(self, node_id: int) -> None:
-        self._bytes -= self._kept.pop(node_id).nbytes
+    def _get(self, whose: Hashable, node_id: int) -> Transition | None:
+        return self._kept.get(whose, str(node_id))
+
+    def _put(self, whose: Hashable, node_id: int, transition: Transition) -> None:
+        self._kept.put(whose, str(node_id), transition, transition.nbytes)
 
 
 def joined_windows(windows: Sequence[Tensor], tokens: Sequence[int], axis: int) -> Tensor:

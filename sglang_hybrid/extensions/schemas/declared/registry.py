@@ -137,7 +137,8 @@ class Expanded:
             self.registered.prompt_tokens += meta_info.get("prompt_tokens", 0)
             self.registered.cached_tokens += meta_info.get("cached_tokens", 0)
         if self.modular is not None:
-            return self._modular_answer(meta_info)
+            told = modular_answer(meta_info, self.warnings, self.on_not_composed)
+            return {"schema": self.registered.schema.name, **told}
         return {
             "schema": self.registered.schema.name,
             "ends": [
@@ -148,17 +149,22 @@ class Expanded:
             "warnings": list(self.warnings),
         }
 
-    def _modular_answer(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
-        told = meta_info.get("hybrid_cache") or {}
-        composed, why = told.get("composed_tokens"), told.get("composes_nothing")
-        if composed == 0 and meta_info.get("finish_reason") is not None:
-            self.on_not_composed(told)
-        return {
-            "schema": self.registered.schema.name,
-            "mode": "modular",
-            "exact": not composed,
-            "warnings": [*self.warnings, *([why] if why else [])],
-        }
+
+def modular_answer(
+    meta_info: Mapping[str, Any],
+    warnings: Sequence[str],
+    on_not_composed: Callable[[Mapping[str, Any]], None],
+) -> dict[str, Any]:
+    """`meta_info.prompt` of a prompt of segments. on_not_composed: see `Expanded`."""
+    told = meta_info.get("hybrid_cache") or {}
+    composed, why = told.get("composed_tokens"), told.get("composes_nothing")
+    if composed == 0 and meta_info.get("finish_reason") is not None:
+        on_not_composed(told)
+    return {
+        "mode": "modular",
+        "exact": not composed,
+        "warnings": [*warnings, *([why] if why else [])],
+    }
 
 
 class Registry:

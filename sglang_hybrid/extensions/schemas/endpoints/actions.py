@@ -39,7 +39,7 @@ def imported_prompt(request: Any) -> Prompt | None:
     payload, rest = take(getattr(request, "kv_hints", None), IMPORT)
     if payload is None:
         return None
-    _one_prompt(request, IMPORT)
+    one_prompt(request, IMPORT)
     try:
         prompt = prompt_of(PromptSchema.model_validate(payload))
     except ValidationError as error:
@@ -59,7 +59,7 @@ def prepare_prewarm(request: Any) -> None:
     payload, rest = take(getattr(request, "kv_hints", None), PREWARM)
     if payload is None:
         return
-    _one_prompt(request, PREWARM)
+    one_prompt(request, PREWARM)
     if isinstance(request.sampling_params, list):
         raise ValueError(f"sampling_params is a list; a request with {PREWARM} has one prompt.")
     request.prewarm = Waits(read_rate(payload))
@@ -85,7 +85,8 @@ async def take_turn(manager: TokenizerManager, request: Any, http: fastapi.Reque
     await turns_of(manager).take(tokens, waits.rate, gone_from(http), payer)
 
 
-def _one_prompt(request: Any, kind: str) -> None:
+def one_prompt(request: Any, kind: str) -> None:
+    """Raise ValueError for a batch, which may not have the action `kind`."""
     ids = request.input_ids
     if isinstance(request.text, list) or (bool(ids) and isinstance(ids[0], list)):
         raise ValueError(f"kv_hints has {kind}, which is for a request of one prompt.")

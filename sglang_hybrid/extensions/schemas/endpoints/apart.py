@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.returns.hints import PromptHints
+from sglang_hybrid.extensions.schemas.composition.losses import why_refused
 from sglang_hybrid.extensions.schemas.declared.modular import (
     Layout,
     ModularPrompt,
@@ -28,18 +29,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-COMPOSED = {
-    "nemotron_h",
-    "falcon_h1",
-    "granitemoehybrid",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "kimi_linear",
-}
-"""Types of models with recurrent layers, all of which are Mamba-2, gated delta nets or KDA: what a
-prompt loses that is composed of their states was measured (docs/results/modular.md)."""
-
 _computing: set[asyncio.Task[None]] = set()  # tasks, which nobody else holds
 
 
@@ -58,12 +47,8 @@ def why_whole(manager: TokenizerManager) -> str:
         )
     if not CostModel.from_config(manager.model_config.hf_config.to_dict()).state_bytes:
         return ""
-    kind = manager.model_config.hf_text_config.model_type
-    if kind.removesuffix("_text") not in COMPOSED:
-        return (
-            f"What prompts of {kind}, a model with recurrent layers, lose that are composed of "
-            "modules is not known, so the prompt was computed as a whole."
-        )
+    if why := why_refused(manager.model_config.hf_text_config.model_type):
+        return f"{why[0].upper()}{why[1:]}, so the prompt was computed as a whole."
     if manager.server_args.speculative_algorithm is not None:
         return (
             "With speculative decoding no states are left where modules end, so the prompt was "
@@ -77,11 +62,11 @@ def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded
     check_key(request.extra_key)
     server_part(request).hints = PromptHints(tuple(expanded.positions))
     if expanded.modular is not None:
-        expanded.on_not_composed = _ask_apart(manager, request, expanded.modular)
+        expanded.on_not_composed = ask_apart(manager, request, expanded.modular)
     request.expanded = expanded
 
 
-def _ask_apart(
+def ask_apart(
     manager: TokenizerManager, request: GenerateReqInput, prompt: ModularPrompt
 ) -> Callable[[Mapping[str, Any]], None]:
     """Make `request` one for modules computed apart; returns what computes the segments that its
@@ -90,15 +75,17 @@ def _ask_apart(
     """
     if not prompt.segments:
         return lambda told: None
+    if isinstance(request.sampling_params, list):
+        raise ValueError("sampling_params is a list; a prompt of modules is a single one.")
     answer = (request.sampling_params or {}).get("max_new_tokens") or 0
     last = prompt.last_position + answer
     if last >= manager.context_len:
         raise ValueError(
-            f"the schema's places, the new text and the answer end at position {last:,}; the model "
-            f"has {manager.context_len:,}."
+            f"the places of modules, the new text and the answer end at position {last:,}; the "
+            f"model has {manager.context_len:,}."
         )
     request.input_ids = prompt.ids
-    key, salt = request.extra_key, request.cache_salt
+    key, salt, adapter = request.extra_key, request.cache_salt, request.lora_path
     request.extra_key = composed_key(key, prompt.digest)
     places = tuple((one.start, len(one.ids)) for one in prompt.segments)
     server_part(request).imported = Imported(places, prompt.position, key)
@@ -108,7 +95,8 @@ def _ask_apart(
         segments = [prompt.segments[number] for number in told.get("missing_segments", ())]
         if not segments:
             return
-        task = asyncio.get_running_loop().create_task(compute_apart(manager, key, salt, segments))
+        work = compute_apart(manager, key, salt, segments, adapter=adapter)
+        task = asyncio.get_running_loop().create_task(work)
         _computing.add(task)
         task.add_done_callback(_computing.discard)
 
@@ -121,9 +109,12 @@ async def compute_apart(
     cache_salt: str | None,
     segments: Iterable[Segment],
     http: fastapi.Request | None = None,
+    *,
+    adapter: Any = None,
 ) -> None:
     """Compute each of these segments apart. extra_key: of the client. http: the request that waits
-    for them, if one does; raises ValueError when its client goes away.
+    for them, if one does; raises ValueError when its client goes away. adapter: the name of the one
+    with which they are computed.
     """
     gone = gone_from(http)
     for one in segments:
@@ -131,7 +122,7 @@ async def compute_apart(
             raise ValueError("the client went away before its modules were computed.")
         owner = tenant(segment_key(extra_key, one.start), cache_salt)
         part = ServerPart(imported=Imported((), one.start, extra_key))
-        await compute(manager, "segment", owner, one.ids, part, http)
+        await compute(manager, "segment", owner, one.ids, part, http, adapter)
 
 
 async def compute_all(

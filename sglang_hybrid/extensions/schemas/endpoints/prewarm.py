@@ -144,9 +144,11 @@ async def compute(
     ids: Sequence[int],
     part: ServerPart,
     http: fastapi.Request | None,
+    adapter: Any = None,
 ) -> None:
     """Prefill one prompt of the server itself; nothing is generated. purpose: begins its id. part:
-    what is said of it. http: the request that waits for it, if one does.
+    what is said of it. http: the request that waits for it, if one does. adapter: the name of the
+    one with which it is computed.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -157,6 +159,7 @@ async def compute(
         sampling_params={"max_new_tokens": 0, "temperature": 0},
         extra_key=extra_key,
         cache_salt=cache_salt,
+        lora_path=adapter,
     )
     request.expanded, request.server_part = Unasked(), part
     async for _ in manager.generate_request(request, http):

@@ -23,6 +23,7 @@ from sglang_hybrid.extensions.schemas.endpoints import prewarm as prewarming
 from sglang_hybrid.extensions.schemas.endpoints.actions import imported_prompt
 from sglang_hybrid.extensions.schemas.endpoints.residency import residency
 from sglang_hybrid.extensions.schemas.endpoints.server_registry import registry_of
+from sglang_hybrid.extensions.schemas.endpoints.spans import ask_spans
 from sglang_hybrid.extensions.schemas.linter.lint import lint
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
@@ -254,8 +255,10 @@ async def lint_schema(name: str, own: Own) -> JSONResponse:
 
 async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     """Put the tokens of what a request imports, by `pml` or by `hybrid.import`, and of `text`
-    behind that, into it. Raises ValueError.
+    behind that, into it, or its spans (`hybrid.segments`). Raises ValueError.
     """
+    if await ask_spans(manager, request):
+        return
     pml = getattr(request, "pml", None)
     by = "pml" if pml is not None else hints.IMPORT
     imported = imported_prompt(request)

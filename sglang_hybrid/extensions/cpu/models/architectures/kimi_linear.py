@@ -69,9 +69,30 @@ CONFIG = BASE_CONFIG | {
     "tie_word_embeddings": False,
 }
 
+LARGE = CONFIG | {
+    "num_hidden_layers": 12,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12],
+        "kda_layers": [i for i in range(1, 13) if i % 4],
+        "num_heads": 12,
+        "head_dim": 64,
+        "short_conv_kernel_size": TAPS,
+    },
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 512,
+}
+"""100 M parameters."""
+
 
 def kimi_linear(seed: int, scale: Scale) -> Model:
-    """A Kimi Linear model with untied embeddings; its first MLP is dense."""
+    """A Kimi Linear model with untied embeddings; its first MLP is dense. The scale "100m" has no
+    weights.
+    """
+    if scale == "100m":
+        return Model(LARGE, None)
     tiny_only("kimi-linear", scale)
     weights = Weights(seed)
     weights.embedding("model.embed_tokens.weight", HIDDEN, std=1.5)

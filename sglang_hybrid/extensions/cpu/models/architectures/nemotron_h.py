@@ -85,7 +85,7 @@ WITH_EXPERTS = replace(
 
 
 def nemotron_h(seed: int, scale: Scale) -> Model:
-    """A Nemotron-H model; the default of the project and the only one with larger scales.
+    """A Nemotron-H model; the default of the project and the one with most scales.
 
     "8b" has the sizes of Nemotron-H-8B and no weights.
     """
