@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from sglang_hybrid import SGLANG_VERSION
-from sglang_hybrid.core.extensions import extension
+from sglang_hybrid.core.extensions import GUARD, OFF, extension, has_guard
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.hooks.hook import HookError
@@ -101,6 +101,12 @@ def register() -> None:
         logger.warning(
             "sglang_hybrid: not available beside this SGLang: %s",
             "; ".join(f"{need.what} ({misfit.piece})" for need, misfit in lacking.items()),
+        )
+    if not has_guard() and multiprocessing.parent_process() is None:
+        logger.warning(
+            "sglang_hybrid: the guard is off (%s=%s): beside what concerns the cache and its "
+            "tenants, requests are checked and done as by SGLang alone.",
+            *(GUARD, OFF),
         )
     log_lines.install()
     # All ranks and HTTP processes, which are started after this, give a tenant the same name.

@@ -54,23 +54,34 @@ def extensions(modules: set[str]) -> set[str]:
 
 
 def test_the_product_names_extensions_that_exist() -> None:
-    """The arguments of `extension("...")`, and the names that are taken from it at once."""
+    """The arguments of `extension("...")` and `guard("...")`, and the names that are taken from
+    them at once.
+    """
     taken = set()
     for file in (ROOT / "sglang_hybrid").rglob("*.py"):
         tree = ast.parse(file.read_text())
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "extension":
-                (name,) = node.args
-                assert isinstance(name, ast.Constant), ast.unparse(node)
-                taken.add((name.value, ""))
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call):
-                call = node.value
-                if ast.unparse(call.func) == "extension":
-                    taken.add((ast.literal_eval(call.args[0]), node.attr))
+            if name := named_extension(node):
+                taken.add((name, ""))
+            if isinstance(node, ast.Attribute) and (name := named_extension(node.value)):
+                taken.add((name, node.attr))
     assert len(taken) > 20
     for name, attribute in sorted(taken):
         module = extension(name)
         assert not attribute or hasattr(module, attribute), (name, attribute)
+
+
+def named_extension(node: ast.AST) -> str:
+    """The extension that a call asks for by name; "" of anything else."""
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    if called not in ("extension", "guard"):
+        return ""
+    assert isinstance(node, ast.Call)
+    (name,) = node.args
+    if isinstance(name, ast.JoinedStr):  # of `guard` itself
+        return ""
+    assert isinstance(name, ast.Constant) and isinstance(name.value, str), ast.unparse(node)
+    return name.value if called == "extension" else f"guard.{name.value}"
 
 
 @pytest.mark.slow
@@ -78,5 +89,5 @@ def test_a_default_server_has_loaded_no_more() -> None:
     (files,) = (files for title, (files, _) in loaded().items() if title == "sglang::scheduler")
     rooms = by_room(files).keys()
     below = {room for room in rooms if room.startswith("extensions/")}
-    assert below - {"extensions/__init__.py"} == {"extensions/cpu"}
+    assert below - {"extensions/__init__.py"} == {"extensions/cpu", "extensions/guard"}
     assert not rooms & {"prompts", "replay.py", "replicas.py"}

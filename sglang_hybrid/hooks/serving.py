@@ -110,11 +110,9 @@ def check_overrides(
     manager: Any, _: Any, embeddings: Any, *__: Any, label: str = "input", **___: Any
 ) -> None:
     """Embeddings in a request for scores are of the model's size before SGLang stacks them."""
-    from sglang_hybrid.serving.requests.sizes import check_embeddings
-
     if embeddings:
         width = manager.model_config.hidden_size
-        check_embeddings(f"embed_overrides of {label}", embeddings, width)
+        extension("guard.sizes").check_embeddings(f"embed_overrides of {label}", embeddings, width)
 
 
 def take_token_ids(decode: Callable[[Any], list[int]], value: Any) -> list[int]:
