@@ -7,14 +7,17 @@ import os
 import secrets
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING
+
+import wrapt
 
 from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.core.extensions import GUARD, OFF, extension, has_guard
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.hooks.hook import HookError
-from sglang_hybrid.serving import log_lines, warm_up
+from sglang_hybrid.serving import log_lines
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.devices import CPU_PLATFORM, is_ours, serves_on_cpu
 
@@ -74,11 +77,18 @@ def activate() -> str | None:
     """
     if why_not() is not None:
         return None
-    warm_up.register_on_import()
+    wrapt.register_post_import_hook(_add_warm_up, "sglang.srt.entrypoints.warmup")
     if not is_ours():
         return None
     extension("cpu.activation").activate()
     return CPU_PLATFORM
+
+
+def _add_warm_up(module: ModuleType) -> None:
+    """SGLang knows our warm-up by its name, in each process that has warm-ups."""
+    from sglang_hybrid.serving import warm_up
+
+    module.warmup(warm_up.NAME)(warm_up.hit)
 
 
 def register() -> None:

@@ -44,7 +44,7 @@ def test_what_is_not_asked_for_is_not_loaded() -> None:
     assert not plugin & without_cache
     assert "sglang_hybrid.cache.factory" in scheduler
     assert not [name for name in scheduler if name.startswith(PROGRAMS)]
-    assert extensions(scheduler) == {"cpu"}
+    assert extensions(scheduler) == {"cpu", "guard"}
 
 
 def extensions(modules: set[str]) -> set[str]:

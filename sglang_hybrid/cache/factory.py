@@ -12,11 +12,9 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_hybrid.cache.learnt_split import split_path
 from sglang_hybrid.cache.page_hashes import compile_hashes
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.cache.state_slots.spill_choice import states_spill
-from sglang_hybrid.cache.tiers.codec_choice import choose_codecs, choose_device_codecs
 from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.scans import why_split
@@ -34,6 +32,7 @@ from sglang_hybrid.serving.device_streams import host_is_device
 from sglang_hybrid.serving.flag_values import FullHit
 from sglang_hybrid.serving.ranks import of_all_stages
 from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang_hybrid.cache.sizes import cost_of_model
 
     options = HybridConfig.from_environment()
-    coded_rows.use(choose_codecs(options, context), choose_device_codecs(options, context))
+    coded_rows.use(*_codecs(options, context))
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args) or ""
@@ -95,14 +94,22 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         if without_full_hits:
             cache.report.advice.append(f"--hybrid-full-hit does nothing: {without_full_hits}.")
         if _rank() is not None and cache.is_mamba_enabled and context.params.pp_size == 1:
-            path = None if _rank() else split_path(context.server_args)
-            cache.tuning.watch_splits(setup, path)
+            cache.tuning.watch_splits(setup, None if _rank() else context.server_args)
     if cache.page is not None:
         server_args = context.server_args
         cache.report.advice += who_sees_the_page(server_args.api_key, server_args.admin_api_key)
     for line in cache.report.advice if _rank() == 0 else ():
         logger.warning("sglang_hybrid: %s", line)
     return cache
+
+
+def _codecs(options: HybridConfig, context: TreeCacheBuildContext) -> tuple[CodecPlan, CodecPlan]:
+    """Those of copies below the device, and of entries that the device keeps coded."""
+    if not (options.hybrid_tier_codec.may_change or options.hybrid_device_codec.may_change):
+        return CodecPlan(), CodecPlan()
+    from sglang_hybrid.cache.tiers.codec_choice import choose_codecs, choose_device_codecs
+
+    return choose_codecs(options, context), choose_device_codecs(options, context)
 
 
 def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> ServerSetup:
