@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Never
 
 import yaml
 
-from sglang_hybrid.core.extensions import extension
+from sglang_hybrid.core.extensions import extension, guard
 from sglang_hybrid.core.named_files import read_text
 from sglang_hybrid.core.programs import Parser, versions
 from sglang_hybrid.core.sentences import plain
@@ -88,9 +88,10 @@ def command() -> Never:
     except KeyboardInterrupt:  # before there are other processes, maybe within an import
         sys.stdout.flush()
         os._exit(INTERRUPTED)
-    from sglang_hybrid.serving.shutdown import leave
-
-    leave(status)
+    shutdown = guard("shutdown")
+    if shutdown is not None:
+        shutdown.leave(status)
+    sys.exit(status)
 
 
 def prepare(argv: Sequence[str]) -> "ServerArgs":
@@ -273,9 +274,6 @@ def run(server_args: "ServerArgs") -> int:
     """
     from sglang.launch_server import run_server
 
-    from sglang_hybrid.serving.processes import end_processes
-    from sglang_hybrid.serving.shutdown import exit_status
-
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with private_files():
         try:
@@ -288,8 +286,9 @@ def run(server_args: "ServerArgs") -> int:
             logger.debug("start-up failed", exc_info=True)
             return fail(cannot_start(failure() or error))
         finally:
-            end_processes()
-    return exit_status()
+            if (processes := guard("processes")) is not None:
+                processes.end_processes()
+    return 0 if (shutdown := guard("shutdown")) is None else int(shutdown.exit_status())
 
 
 def _with_default_model(argv: list[str]) -> tuple[list[str], str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import wrapt
 
 from sglang_hybrid import SGLANG_VERSION
-from sglang_hybrid.core.extensions import GUARD, OFF, extension, has_guard
+from sglang_hybrid.core.extensions import GUARD, OFF, extension, guard, has_guard
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.hooks.hook import HookError
@@ -123,9 +123,8 @@ def register() -> None:
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_hybrid.serving.processes import ignore_signals_for_the_first_process
-
-    ignore_signals_for_the_first_process()
+    if (processes := guard("processes")) is not None:
+        processes.ignore_signals_for_the_first_process()
     register_radix_cache_backend(BACKEND, _build_cache)
     bring_storage()
     _settle_states()

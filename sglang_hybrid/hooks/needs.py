@@ -166,7 +166,6 @@ class Need(Enum):
     CLOSED_SESSIONS = _Needed("closed sessions as a hint to the cache")
     DATA_PARALLEL = _Needed("prompts that go to the data-parallel rank that has their prefix")
     ONE_SLOT = _Needed("--mamba-radix-cache-strategy no_buffer beside the overlap scheduler")
-    ENDS = _Needed("servers that end quickly, and leave nothing behind")
 
     # The guard's (extensions/guard).
     CHECKS = _Needed(
@@ -175,6 +174,7 @@ class Need(Enum):
     SCHEDULERS_GO_ON = _Needed(
         "schedulers that go on after a request that cannot be done", of_guard=True
     )
+    ENDS = _Needed("servers that end quickly, and leave nothing behind", of_guard=True)
     LONG_REQUESTS = _Needed("short requests that do not wait for long ones", of_guard=True)
     PENALTIES = _Needed("penalties that count each token once", of_guard=True)
     GRAMMARS = _Needed("a bound on the grammars that are kept", of_guard=True)
