@@ -13,6 +13,7 @@ import pytest
 from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
+from sglang_hybrid.hooks.needs import Need
 from tests.entered import entered
 
 

@@ -73,11 +73,14 @@ class Tuning:
         parts, divided = self._parts, setup.kv_costs and not setup.one_memory
         if not divided or parts.serving is None or parts.shadow_tree is None:
             return
-        from sglang_hybrid.cache.learnt_split import split_path
         from sglang_hybrid.cache.split_watch import SplitWatch
 
+        def path() -> Path | None:
+            from sglang_hybrid.cache.learnt_split import split_path
+
+            return None if server_args is None else split_path(server_args)
+
         self.recorder = self.recorder if self.recorder is not None else _make_recorder()
-        path = None if server_args is None else split_path(server_args)
         self.splits = SplitWatch(setup, self.recent, lambda: self.in_force, path)
 
     @property

@@ -32,7 +32,7 @@ def set_long(is_long: bool) -> None:
 
 def in_context(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Callable[[], T]:
     """`function(*args, **kwargs)` for a thread, which then serves the request that is served here
-    (serving/tenants.py).
+    (serving/http_tenants.py).
     """
     return partial(contextvars.copy_context().run, function, *args, **kwargs)
 

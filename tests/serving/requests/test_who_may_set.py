@@ -400,10 +400,15 @@ def test_each_field_has_a_row(kind: type, rows: set[str]) -> None:
 
 
 def test_each_header_of_ours_has_a_row() -> None:
-    from sglang_hybrid.serving import tenants
+    from sglang_hybrid.serving import http_tenants
     from sglang_hybrid.serving.requests import kv_hints
 
-    ours = [tenants.HEADER, kv_hints.SESSION_HEADER, kv_hints.EXACT_HEADER, kv_hints.HINTS_HEADER]
+    ours = [
+        http_tenants.HEADER,
+        kv_hints.SESSION_HEADER,
+        kv_hints.EXACT_HEADER,
+        kv_hints.HINTS_HEADER,
+    ]
     assert {f"X-Hybrid-{name}" for name in ours} == {*HEADERS}
 
 

@@ -25,9 +25,10 @@ from sglang_hybrid.extensions.schemas.endpoints.actions import imported_prompt
 from sglang_hybrid.extensions.schemas.endpoints.residency import residency
 from sglang_hybrid.extensions.schemas.endpoints.server_registry import registry_of
 from sglang_hybrid.extensions.schemas.linter.lint import lint
+from sglang_hybrid.serving.http_tenants import put_tenant
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
-from sglang_hybrid.serving.tenants import Tenant, put_tenant, tenant
+from sglang_hybrid.serving.tenants import Tenant, tenant
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
