@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _choose_device(arguments)
     from sglang_hybrid.hooks.hook import HookError
-    from sglang_hybrid.plugin import UnsupportedSGLang, check_sglang_version
+    from sglang_hybrid.hooks.sources import UnsupportedSGLang, check_sglang_version
 
     try:
         check_sglang_version()

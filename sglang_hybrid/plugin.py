@@ -1,6 +1,5 @@
 """The plugin that SGLang loads in every process it starts (entry points, pyproject.toml)."""
 
-import importlib.metadata
 import logging
 import multiprocessing
 import os
@@ -12,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import wrapt
 
-from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.core.extensions import GUARD, OFF, extension, guard, has_guard
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.hooks.hook import HookError
+from sglang_hybrid.hooks.sources import UnsupportedSGLang, check_sglang_version
 from sglang_hybrid.serving import log_lines
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.devices import CPU_PLATFORM, is_ours, serves_on_cpu
@@ -27,28 +26,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
-
-
-class UnsupportedSGLang(RuntimeError):
-    """The installed SGLang is not the release that this package extends."""
-
-
-def check_sglang_version() -> None:
-    """Raise `UnsupportedSGLang` unless `SGLANG_VERSION` is installed, or a post-release of it: that
-    has the same sources but for what it mends, and `patching.verify` looks at those.
-    """
-    try:
-        found = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedSGLang(
-            f"sglang is not installed; install sglang=={SGLANG_VERSION} "
-            "(scripts/quickstart.sh does, on a machine with or without a GPU)."
-        ) from None
-    if found.partition(".post")[0] != SGLANG_VERSION:
-        raise UnsupportedSGLang(
-            f"sglang {found} is installed, but this release of sglang_hybrid extends "
-            f"{SGLANG_VERSION} only; install sglang=={SGLANG_VERSION}."
-        )
 
 
 @cache
