@@ -88,15 +88,19 @@ def table(found: dict[str, tuple[set[Path], int]]) -> Table:
     for room, _ in rooms.most_common():
         made.add_row(room, *(f"{each[room]:,}" for each in lines.values()))
     made.add_section()
-    made.add_row("the product", *(f"{_product(each):,}" for each in lines.values()))
+    made.add_row("the product", *(f"{product(each):,}" for each in lines.values()))
     made.add_row("all", *(f"{each.total():,}" for each in lines.values()))
     made.add_row("files", *(f"{len(files):,}" for files, _ in found.values()))
     made.add_row("MiB of memory", *(f"{memory >> 20:,}" for _, memory in found.values()))
     return made
 
 
-def _product(lines: Counter[str]) -> int:
-    return sum(count for room, count in lines.items() if not room.startswith("extensions/"))
+def product(lines: Counter[str]) -> int:
+    """Lines of the product, given those of each room. Extensions are none of it, nor are kernels,
+    which a CPU has by its extension: their definitions (`kernels/`) are beside the package.
+    """
+    beside = ("extensions/", "kernels")
+    return sum(count for room, count in lines.items() if not room.startswith(beside))
 
 
 def main() -> int:

@@ -1,20 +1,22 @@
 """The plugin that SGLang loads in every process it starts (entry points, pyproject.toml)."""
 
-import importlib.metadata
 import logging
 import multiprocessing
 import os
 import secrets
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from sglang_hybrid import SGLANG_VERSION
-from sglang_hybrid.core.extensions import extension
+import wrapt
+
+from sglang_hybrid.core.extensions import GUARD, OFF, extension, guard, has_guard
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.hooks.hook import HookError
-from sglang_hybrid.serving import log_lines, warm_up
+from sglang_hybrid.hooks.sources import UnsupportedSGLang, check_sglang_version
+from sglang_hybrid.serving import log_lines
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.devices import CPU_PLATFORM, is_ours, serves_on_cpu
 
@@ -24,28 +26,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
-
-
-class UnsupportedSGLang(RuntimeError):
-    """The installed SGLang is not the release that this package extends."""
-
-
-def check_sglang_version() -> None:
-    """Raise `UnsupportedSGLang` unless `SGLANG_VERSION` is installed, or a post-release of it: that
-    has the same sources but for what it mends, and `patching.verify` looks at those.
-    """
-    try:
-        found = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedSGLang(
-            f"sglang is not installed; install sglang=={SGLANG_VERSION} "
-            "(scripts/quickstart.sh does, on a machine with or without a GPU)."
-        ) from None
-    if found.partition(".post")[0] != SGLANG_VERSION:
-        raise UnsupportedSGLang(
-            f"sglang {found} is installed, but this release of sglang_hybrid extends "
-            f"{SGLANG_VERSION} only; install sglang=={SGLANG_VERSION}."
-        )
 
 
 @cache
@@ -74,11 +54,18 @@ def activate() -> str | None:
     """
     if why_not() is not None:
         return None
-    warm_up.register_on_import()
+    wrapt.register_post_import_hook(_add_warm_up, "sglang.srt.entrypoints.warmup")
     if not is_ours():
         return None
     extension("cpu.activation").activate()
     return CPU_PLATFORM
+
+
+def _add_warm_up(module: ModuleType) -> None:
+    """SGLang knows our warm-up by its name, in each process that has warm-ups."""
+    from sglang_hybrid.serving import warm_up
+
+    module.warmup(warm_up.NAME)(warm_up.hit)
 
 
 def register() -> None:
@@ -102,14 +89,19 @@ def register() -> None:
             "sglang_hybrid: not available beside this SGLang: %s",
             "; ".join(f"{need.what} ({misfit.piece})" for need, misfit in lacking.items()),
         )
+    if not has_guard() and multiprocessing.parent_process() is None:
+        logger.warning(
+            "sglang_hybrid: the guard is off (%s=%s): beside what concerns the cache and its "
+            "tenants, requests are checked and done as by SGLang alone.",
+            *(GUARD, OFF),
+        )
     log_lines.install()
     # All ranks and HTTP processes, which are started after this, give a tenant the same name.
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_hybrid.serving.processes import ignore_signals_for_the_first_process
-
-    ignore_signals_for_the_first_process()
+    if (processes := guard("processes")) is not None:
+        processes.ignore_signals_for_the_first_process()
     register_radix_cache_backend(BACKEND, _build_cache)
     bring_storage()
     _settle_states()

@@ -121,24 +121,24 @@ def stops_when_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", of(LAUNCHER))
 def test_a_server_takes_its_flags(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_hybrid import launch_server
+    from sglang_hybrid import launcher
 
     flags = words(command.removeprefix(LAUNCHER))
     stop = SystemExit if "--help" in flags else Parsed
-    parse = launch_server._Parser.parse_args
+    parse = launcher._Parser.parse_args
 
     def parse_and_stop(self: argparse.ArgumentParser, *arguments: Any) -> None:
         parse(self, *arguments)
         raise Parsed
 
-    monkeypatch.setattr(launch_server._Parser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(launcher._Parser, "parse_args", parse_and_stop)
     monkeypatch.setattr(
-        launch_server, "_with_default_model", lambda argv: (["--model-path", "default", *argv], "")
+        launcher, "_with_default_model", lambda argv: (["--model-path", "default", *argv], "")
     )
     if stop is Parsed:  # by the parser of all flags; what they name need not exist
-        monkeypatch.setattr(launch_server, "_check_early", lambda argv: None)
+        monkeypatch.setattr(launcher, "_check_early", lambda argv: None)
     with pytest.raises(stop) as stopped:
-        launch_server.prepare(flags)
+        launcher.prepare(flags)
     assert not getattr(stopped.value, "code", 0)
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from scripts.loaded import ROOT, by_room, loaded
+from scripts.loaded import ROOT, by_room, loaded, product
 from sglang_hybrid.core.extensions import extension
 
 IMPORTS = """
@@ -25,6 +25,25 @@ import sglang.srt.managers.scheduler, sglang_hybrid.cache.factory
 tell()
 """
 
+ON_A_GPU = """
+from sglang_hybrid.serving import devices
+devices.accelerator_available = lambda: True
+"""
+
+LATER = {
+    f"sglang_hybrid.{name}"
+    for name in (
+        *("cache.queue.served_queue", "cache.request.full_hits", "cache.request.segments"),
+        *("cache.split_watch", "cache.tiers.codec_choice", "core.traffic.recorder"),
+        *("explain.explanation", "explain.miss_report", "explain.prefix_tiers"),
+        *("serving.http_tenants", "serving.telemetry.metrics", "serving.warm_up"),
+    )
+}
+"""Modules that a flag, a question or a request of a kind asks for, or another process."""
+
+MOST_LINES = 20_750
+"""Lines of the product that the scheduler of a default server has loaded."""
+
 PROGRAMS = tuple(
     f"sglang_hybrid.{name}" for name in ("launch_server", "prompts", "replay", "replicas")
 )
@@ -33,9 +52,7 @@ PROGRAMS = tuple(
 
 def test_what_is_not_asked_for_is_not_loaded() -> None:
     """In a new process as SGLang begins each one, with the plugin, and in a scheduler."""
-    command = [sys.executable, "-W", "ignore", "-c", IMPORTS]
-    told = subprocess.run(command, check=True, text=True, capture_output=True).stdout
-    plugin, scheduler = (set(line.split()) for line in told.splitlines())
+    plugin, scheduler = imported(IMPORTS)
     without_cache = {
         "sglang_hybrid.cache.factory",
         "sglang_hybrid.storage",
@@ -44,7 +61,25 @@ def test_what_is_not_asked_for_is_not_loaded() -> None:
     assert not plugin & without_cache
     assert "sglang_hybrid.cache.factory" in scheduler
     assert not [name for name in scheduler if name.startswith(PROGRAMS)]
-    assert extensions(scheduler) == {"cpu"}
+    assert extensions(scheduler) == {"cpu", "guard"}
+    assert not scheduler & LATER
+
+
+def test_on_a_gpu_a_scheduler_has_loaded_no_more() -> None:
+    """As far as it can be pretended without one: what a platform of SGLang's own loads of ours."""
+    _, scheduler = imported(ON_A_GPU + IMPORTS)
+    assert extensions(scheduler) == {"guard"}
+    assert not scheduler & LATER
+    names = (ROOT / name.replace(".", "/") for name in scheduler)
+    files = {name / "__init__.py" if name.is_dir() else name.with_suffix(".py") for name in names}
+    assert product(by_room({file for file in files if file.exists()})) <= MOST_LINES
+
+
+def imported(program: str) -> list[set[str]]:
+    """Our modules, each time that the program tells of them in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    told = subprocess.run(command, check=True, text=True, capture_output=True).stdout
+    return [set(line.split()) for line in told.splitlines()]
 
 
 def extensions(modules: set[str]) -> set[str]:
@@ -54,23 +89,34 @@ def extensions(modules: set[str]) -> set[str]:
 
 
 def test_the_product_names_extensions_that_exist() -> None:
-    """The arguments of `extension("...")`, and the names that are taken from it at once."""
+    """The arguments of `extension("...")` and `guard("...")`, and the names that are taken from
+    them at once.
+    """
     taken = set()
     for file in (ROOT / "sglang_hybrid").rglob("*.py"):
         tree = ast.parse(file.read_text())
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "extension":
-                (name,) = node.args
-                assert isinstance(name, ast.Constant), ast.unparse(node)
-                taken.add((name.value, ""))
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call):
-                call = node.value
-                if ast.unparse(call.func) == "extension":
-                    taken.add((ast.literal_eval(call.args[0]), node.attr))
+            if name := named_extension(node):
+                taken.add((name, ""))
+            if isinstance(node, ast.Attribute) and (name := named_extension(node.value)):
+                taken.add((name, node.attr))
     assert len(taken) > 20
     for name, attribute in sorted(taken):
         module = extension(name)
         assert not attribute or hasattr(module, attribute), (name, attribute)
+
+
+def named_extension(node: ast.AST) -> str:
+    """The extension that a call asks for by name; "" of anything else."""
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    if called not in ("extension", "guard"):
+        return ""
+    assert isinstance(node, ast.Call)
+    (name,) = node.args
+    if isinstance(name, ast.JoinedStr):  # of `guard` itself
+        return ""
+    assert isinstance(name, ast.Constant) and isinstance(name.value, str), ast.unparse(node)
+    return name.value if called == "extension" else f"guard.{name.value}"
 
 
 @pytest.mark.slow
@@ -78,5 +124,6 @@ def test_a_default_server_has_loaded_no_more() -> None:
     (files,) = (files for title, (files, _) in loaded().items() if title == "sglang::scheduler")
     rooms = by_room(files).keys()
     below = {room for room in rooms if room.startswith("extensions/")}
-    assert below - {"extensions/__init__.py"} == {"extensions/cpu"}
-    assert not rooms & {"prompts", "replay.py", "replicas.py"}
+    assert below - {"extensions/__init__.py"} == {"extensions/cpu", "extensions/guard"}
+    assert not rooms & {"prompts", "replay.py", "replicas.py", "launcher.py"}
+    assert product(by_room(files)) <= MOST_LINES

@@ -13,6 +13,7 @@ import pytest
 from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
+from sglang_hybrid.hooks.needs import Need
 from tests.entered import entered
 
 
@@ -118,7 +119,7 @@ def test_a_post_release_with_the_same_pieces_is_extended() -> None:
 def test_what_is_lacking_is_one_line() -> None:
     done = went_on(LACKING)
     assert done.stdout == "went on as sglang_hybrid.extensions.cpu.platform\n", done.stderr
-    line = "sglang_hybrid: not available beside this SGLang: measured speeds of prefills"
+    line = f"sglang_hybrid: not available beside this SGLang: {Need.SPEEDS.what}"
     assert done.stderr.count(f"{line} (a.module:piece)\n") == 1
 
 

@@ -107,7 +107,7 @@ def learnt_split(half: Half, now: Split, context: int, folder: Path) -> Split:
         _setup(half.cost, now, context),
         lambda: window,
         lambda: REUSE,
-        path,
+        lambda: path,
         partial(compare_splits, replay=half.replay),
     )
     played = half.play(now)

@@ -41,7 +41,8 @@ MARK = "MILLISECONDS "
 
 def serve(flags: Sequence[str]) -> Any:
     """SGLang's runner of a model, as its scheduler would have it with these flags of ours."""
-    from sglang_hybrid.launch_server import prepare
+    import sglang_hybrid.launch_server  # noqa: F401 (its hook must see every import of SGLang)
+    from sglang_hybrid.launcher import prepare
 
     args: Any = prepare([*flags, "--port", "39998"])
     from sglang.benchmark import one_batch

@@ -42,7 +42,7 @@ class Endings:
         put together from segments.
         """
         cache = self._cache
-        if cache.modular.composed(req) is not None:
+        if cache.composition(req) is not None:
             return
         starts, reply_start = cache.plans.messages(req)
         by_flag = cache.enable_session_radix_cache

@@ -12,12 +12,9 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_hybrid.cache.learnt_split import split_path
 from sglang_hybrid.cache.page_hashes import compile_hashes
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.cache.state_slots.spill_choice import states_spill
-from sglang_hybrid.cache.tiers.codec_choice import choose_codecs, choose_device_codecs
-from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.scans import why_split
 from sglang_hybrid.checkpoints.support import (
@@ -29,11 +26,11 @@ from sglang_hybrid.checkpoints.support import (
 from sglang_hybrid.explain.decision_log import grid
 from sglang_hybrid.serving.advice import ServerSetup, advise, who_sees_the_page
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.data_parallel import ignores_prefixes
 from sglang_hybrid.serving.device_streams import host_is_device
 from sglang_hybrid.serving.flag_values import FullHit
 from sglang_hybrid.serving.ranks import of_all_stages
 from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +42,7 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang_hybrid.cache.sizes import cost_of_model
 
     options = HybridConfig.from_environment()
-    coded_rows.use(choose_codecs(options, context), choose_device_codecs(options, context))
+    coded_rows.use(*_codecs(options, context))
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args) or ""
@@ -53,12 +50,15 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     message_boundaries = (
         learn_message_boundaries(context.tp_worker) if judicious and not unplanned else None
     )
-    split = why_split(context.tp_worker.model_runner) if context.is_hybrid_ssm else None
+    runner = context.tp_worker.model_runner
+    split = why_split(runner) if context.is_hybrid_ssm else None
     split = next(filter(None, of_all_stages(split, context.params)), None)
     if split and judicious and not unplanned and _rank() == 0:
         logger.info("sglang_hybrid: prefills are split where they leave a state, since %s.", split)
-    if context.is_hybrid_ssm and judicious and not (split or unplanned):
-        compile_kernels(context.tp_worker.model_runner, tell=_rank() == 0)
+    if context.is_hybrid_ssm and judicious and not (split or unplanned) and runner.device == "cuda":
+        from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
+
+        compile_kernels(runner, tell=_rank() == 0)
     compile_hashes(context.server_args)
 
     full_hits, without_full_hits = options.hybrid_full_hit is FullHit.ON, None
@@ -88,21 +88,29 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     overlaps = not get_schedule().disable_overlap_schedule
     cache.slots.steps_ahead = int(overlaps)
     if (overlaps or context.params.pp_size > 1) and not host_is_device():
-        cache.forward_stream = context.tp_worker.model_runner.forward_stream
+        cache.forward_stream = runner.forward_stream
     if not context.disable_radix_cache:
         setup = _server_setup(context, cache)
         cache.report.advice = advise(setup)
         if without_full_hits:
             cache.report.advice.append(f"--hybrid-full-hit does nothing: {without_full_hits}.")
         if _rank() is not None and cache.is_mamba_enabled and context.params.pp_size == 1:
-            path = None if _rank() else split_path(context.server_args)
-            cache.tuning.watch_splits(setup, path)
+            cache.tuning.watch_splits(setup, None if _rank() else context.server_args)
     if cache.page is not None:
         server_args = context.server_args
         cache.report.advice += who_sees_the_page(server_args.api_key, server_args.admin_api_key)
     for line in cache.report.advice if _rank() == 0 else ():
         logger.warning("sglang_hybrid: %s", line)
     return cache
+
+
+def _codecs(options: HybridConfig, context: TreeCacheBuildContext) -> tuple[CodecPlan, CodecPlan]:
+    """Those of copies below the device, and of entries that the device keeps coded."""
+    if not (options.hybrid_tier_codec.may_change or options.hybrid_device_codec.may_change):
+        return CodecPlan(), CodecPlan()
+    from sglang_hybrid.cache.tiers.codec_choice import choose_codecs, choose_device_codecs
+
+    return choose_codecs(options, context), choose_device_codecs(options, context)
 
 
 def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> ServerSetup:
@@ -143,12 +151,21 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         all_admitted=not cache.options.is_judicious,
         no_buffer=not mamba.enable_mamba_extra_buffer,
         no_buffer_asked=context.server_args.mamba_radix_cache_strategy == "no_buffer",
-        sent_by=ignores_prefixes(context.server_args),
+        sent_by=_sent_by(context.server_args),
         tuner_workers=cache.options.hybrid_tuner_workers,
         pinned=cache.options.pinning_flag,
         shards=shards,
         spills=cache.spilled is not None,
     )
+
+
+def _sent_by(server_args: Any) -> str:
+    """The method that sends prompts to ranks that do not have their prefix; "" if none does."""
+    if server_args.dp_size == 1:
+        return ""
+    from sglang_hybrid.serving.data_parallel import ignores_prefixes
+
+    return ignores_prefixes(server_args)
 
 
 def _priority_sign(server_args: Any) -> int | None:

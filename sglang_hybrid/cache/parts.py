@@ -19,7 +19,6 @@ from sglang.srt.runtime_context import (
 from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.queue.clock import StepClock
 from sglang_hybrid.cache.records.shadow_tree import ShadowTree
-from sglang_hybrid.cache.request.full_hits import FullHits
 from sglang_hybrid.cache.request.lookups import LookUps
 from sglang_hybrid.cache.request.pinning import make_pins
 from sglang_hybrid.cache.sizes import measured_cost
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.coded.entries import CodedEntries
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
+    from sglang_hybrid.cache.request.full_hits import FullHits
     from sglang_hybrid.cache.state_slots.spilled_states import SpilledStates
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.memory.account import MemoryAccount
@@ -58,10 +58,10 @@ class Parts:
     start: the policy that the flags start with. account: of one memory, None where KV and states
     have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
     None where states are taken where SGLang tracks them. serving: how the server runs, None there.
-    speeds: of prefills and transfers. full_hits: prompts that need no forward. learning: what is
-    learnt outlives the server; None without tiers. coded: entries kept coded on the device; None
-    where none are. spilled: states in the place of KV; None where pools lend each other nothing.
-    step_clock: the time that all ranks agree on.
+    speeds: of prefills and transfers. full_hits: prompts that need no forward; None where all do.
+    learning: what is learnt outlives the server; None without tiers. coded: entries kept coded on
+    the device; None where none are. spilled: states in the place of KV; None where pools lend each
+    other nothing. step_clock: the time that all ranks agree on.
     """
 
     options: HybridConfig
@@ -76,7 +76,7 @@ class Parts:
     lookups: LookUps
     tier_stats: TierStats
     speeds: MeasuredSpeeds
-    full_hits: FullHits
+    full_hits: FullHits | None
     coded: CodedEntries | None = None
     spilled: SpilledStates | None = None
     planner: Planner | None = None
@@ -170,7 +170,7 @@ def build_parts(
         lookups,
         tier_stats,
         speeds,
-        FullHits(cache, _most_full_hits(params) if full_hits and shadow_tree is not None else 0),
+        _full_hits(cache, params) if full_hits and shadow_tree is not None else None,
         coded,
         spilled,
     )
@@ -186,10 +186,12 @@ def build_parts(
     return parts
 
 
-def _most_full_hits(params: CacheInitParams) -> int:
-    """Hidden states that are worth keeping: each needs a state of the pool beside it."""
+def _full_hits(cache: HybridRadixCache, params: CacheInitParams) -> FullHits | None:
+    """Each hidden state that is kept needs a state of the pool beside it."""
+    from sglang_hybrid.cache.request.full_hits import FullHits
+
     pool = getattr(params.req_to_token_pool, "mamba_pool", None)
-    return 0 if pool is None else int(pool.size)
+    return None if pool is None else FullHits(cache, int(pool.size))
 
 
 def _plan_decodes(parts: Parts, params: CacheInitParams) -> None:

@@ -64,7 +64,7 @@ class PrefillPlans:
         """
         if req.skip_radix_cache_insert or is_virtual_node(req.last_node):
             return
-        if self.full_hits.found(req):
+        if self.full_hits is not None and self.full_hits.found(req):
             self._lookups.on_full_hit(req)
             return
         prompt = req.full_untruncated_fill_ids
@@ -91,7 +91,8 @@ class PrefillPlans:
             message_starts=message_starts,
             reply_start=0 if was_retracted else reply_start,
             declared=fields_of(req).hints.positions,
-            is_repeated=self.full_hits.wants(req, self._lookups.hit_len(req)),
+            is_repeated=self.full_hits is not None
+            and self.full_hits.wants(req, self._lookups.hit_len(req)),
         )
 
     def on_next_chunk(self, req: Req) -> None:
@@ -125,7 +126,8 @@ class PrefillPlans:
         """Give the states of a batch's prefill, which is about to start, their slots."""
         if self.planner is not None:
             self.planner.assign_slots(batch)
-            self.full_hits.plan_forward(batch)
+            if self.full_hits is not None:
+                self.full_hits.plan_forward(batch)
 
     def plan_decode(self, batch: ScheduleBatch) -> None:
         """Say which states a decode step of ``batch``, which is about to start, leaves."""
@@ -144,6 +146,7 @@ class PrefillPlans:
 
     def forget_all(self) -> None:
         """The tree was emptied: no plan is valid any more."""
-        self.full_hits.forget_all()
+        if self.full_hits is not None:
+            self.full_hits.forget_all()
         if self.planner is not None:
             self.planner.forget_all()

@@ -70,7 +70,8 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         self._reserve()
         self._chunk_waits = False
         self._full_hits = self.tree_cache.plans.full_hits
-        self._full_hits.begin_batch()
+        if self._full_hits is not None:
+            self._full_hits.begin_batch()
         self._unlimited = self.rem_chunk_tokens is None and self.tree_cache.plans.splits_prefills
         if self._unlimited:
             self.rem_chunk_tokens = ENDLESS
@@ -79,10 +80,12 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         if not self.can_run(req):
             return AddReqResult.OTHER
-        full = self._full_hits.found(req)
-        if not full and self.can_run_list and self._full_hits.found(self.can_run_list[0]):
-            send_back(req, self.tree_cache.req_to_token_pool)
-            return AddReqResult.CONTINUE
+        full = False
+        if self._full_hits is not None:
+            full = self._full_hits.found(req)
+            if not full and self.can_run_list and self._full_hits.found(self.can_run_list[0]):
+                send_back(req, self.tree_cache.req_to_token_pool)
+                return AddReqResult.CONTINUE
         needed = self._slots_needed(req)
         if self._promised + needed and not self._slots_fit(req, needed):
             return AddReqResult.NO_TOKEN
@@ -98,7 +101,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
                 self._rest = _rest_of(req)
             self._reserve()
             self.tree_cache.plans.on_admitted(req)
-            if not full:
+            if self._full_hits is not None and not full:
                 self._full_hits.on_other()
         else:
             self._promise(-needed)
@@ -124,7 +127,8 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
             self.memory_budget.current_offset += tokens
 
     def add_chunked_req(self, req: Req) -> Req | None:
-        self._full_hits.on_other()
+        if self._full_hits is not None:
+            self._full_hits.on_other()
         self.tree_cache.plans.on_next_chunk(req)
         cut = self.tree_cache.plans.next_cut(
             req, req.prefix_len, len(req.full_untruncated_fill_ids)

@@ -45,7 +45,8 @@ class Publisher:
             else:
                 insert()
             publication.publish_rest(self.growth)
-            self._plans.full_hits.on_publish(req)
+            if self._plans.full_hits is not None:
+                self._plans.full_hits.on_publish(req)
         finally:
             self._insertions_belong_to(None)
         return publication.published

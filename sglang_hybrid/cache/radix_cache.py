@@ -21,9 +21,7 @@ from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.planning import PrefillPlans
 from sglang_hybrid.cache.prefill_adder import adder_class
 from sglang_hybrid.cache.publishing import Publisher
-from sglang_hybrid.cache.queue.served_queue import make_served_queue
 from sglang_hybrid.cache.report import CacheReport
-from sglang_hybrid.cache.request.segments import ModularPrompts
 from sglang_hybrid.cache.resumable import ResumableView
 from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.cache.tree.components import kept_components, with_our_components
@@ -31,6 +29,7 @@ from sglang_hybrid.cache.tuning import make_tuning
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Ui
+from sglang_hybrid.serving.requests.cache_fields import fields_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
     )
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
+    from sglang_hybrid.cache.queue.served_queue import ServedQueue
+    from sglang_hybrid.cache.request.segments import Composition, ModularPrompts
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.extensions.page.view import PageView
@@ -110,10 +111,12 @@ class HybridRadixCache(HostTierCache):
         self.decision_log, self.explainer = parts.decision_log, parts.explainer
         self.step_clock = parts.step_clock
         self.plans = PrefillPlans(parts, message_boundaries)
-        self.schedule = (
-            None if params.disable else make_served_queue(self, self.options, priority_sign)
-        )
-        self.modular = ModularPrompts(self, super()._match_tree)
+        self.schedule: ServedQueue | None = None
+        if self.options.hybrid_schedule.is_ours and not params.disable:
+            from sglang_hybrid.cache.queue.served_queue import make_served_queue
+
+            self.schedule = make_served_queue(self, self.options, priority_sign)
+        self.modular: ModularPrompts | None = None  # once a prompt of segments has come
         super().__init__(with_our_components(params, parts))
         self.start_tiers(self.schedule, self.options.hybrid_offload_watermark)
         with_states = self.is_mamba_enabled and not self.disable
@@ -172,10 +175,12 @@ class HybridRadixCache(HostTierCache):
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
         self.slots.send_back_if_waiting(params)
-        params = self.modular.prepare(params)
+        if params.req is not None and fields_of(params.req).imported is not None:
+            params = self.modular_prompts().prepare(params)
         result = self._just_ranked(params) or super()._match_tree(params)
         if params.cow_mamba:
-            result = self.plans.full_hits.look_up(params, result)
+            full_hits = self.plans.full_hits
+            result = result if full_hits is None else full_hits.look_up(params, result)
         self.lookups.on_lookup(params, result)
         return result
 
@@ -202,10 +207,25 @@ class HybridRadixCache(HostTierCache):
             return None
         return self.tree_core.known_match(params)
 
+    def modular_prompts(self) -> ModularPrompts:
+        """The prompts that are put together from segments; loaded when the first one comes."""
+        if self.modular is None:
+            from sglang_hybrid.cache.request.segments import ModularPrompts
+
+            self.modular = ModularPrompts(self, super()._match_tree)
+        return self.modular
+
+    def composition(self, req: Req) -> Composition | None:
+        """What `req` was composed of; None for a request of another kind than a modular prompt."""
+        return None if self.modular is None else self.modular.of(req)
+
     # 2 Before a forward
 
     def plan_forward(self, batch: ScheduleBatch) -> None:
         """The prefill of `batch` is about to start: give its states their slots."""
+        if self.modular is None:
+            self.plans.assign_slots(batch)
+            return
         self.modular.begin_forward(batch)
         self.plans.assign_slots(batch)
         self.modular.record(batch)
@@ -226,7 +246,8 @@ class HybridRadixCache(HostTierCache):
         self.lookups.on_publish(req, published, self.publisher.pin(req))
         self.report.update_metrics()
         if req.finished() and req.last_node is not None:
-            self.modular.on_request_end(req)
+            if self.modular is not None:
+                self.modular.on_request_end(req)
             self.endings.on_request_end(req, up_to)
 
     # 4 End
@@ -292,7 +313,8 @@ class HybridRadixCache(HostTierCache):
             self.spilled.reset()
         self.decision_log.on_flush()
         self.plans.forget_all()
-        self.modular.forget_all()
+        if self.modular is not None:
+            self.modular.forget_all()
         if self.schedule is not None:
             self.schedule.on_flush()
 

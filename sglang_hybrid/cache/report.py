@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.cache.state_slots.slots import free_slots
-from sglang_hybrid.serving.telemetry.metrics import cache_metrics, rank_labels
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.parts import Parts
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.core.records.pins import Pins
     from sglang_hybrid.core.returns.answer_models import AnswerModels
+    from sglang_hybrid.serving.telemetry.metric import Metrics
     from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
 
 
@@ -29,7 +29,11 @@ class CacheReport:
         has_tiers = parts.shadow_tree is not None and parts.shadow_tree.follows_copies
         self.tier_stats = parts.tier_stats if has_tiers else None
         self._cache, self._parts = cache, parts
-        self._metrics = cache_metrics(self, rank_labels()) if metrics else None
+        self._metrics: Metrics | None = None
+        if metrics:
+            from sglang_hybrid.serving.telemetry.metrics import cache_metrics, rank_labels
+
+            self._metrics = cache_metrics(self, rank_labels())
 
     @property
     def policy_name(self) -> str:
@@ -94,8 +98,8 @@ class CacheReport:
             "spilled": None if cache.spilled is None else cache.spilled.as_dict(),
             "schedule": None if cache.schedule is None else cache.schedule.info(),
             "pins": None if pins is None else pins.as_dict(),
-            "full_hits": parts.full_hits.info(),
-            "transitions": cache.modular.info(),
+            "full_hits": None if parts.full_hits is None else parts.full_hits.info(),
+            "transitions": None if cache.modular is None else cache.modular.info(),
             "tuner": cache.tuning.info(),
             "recording": cache.tuning.recording(),
             "advice": [*self.advice, *cache.tuning.advice],

@@ -12,7 +12,6 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_hybrid.cache.learnt_split import LearntSplit, write_split
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Spec
@@ -20,6 +19,7 @@ from sglang_hybrid.core.traffic.recorder import RequestWindow
 from sglang_hybrid.serving.advice import ServerSetup
 
 if TYPE_CHECKING:
+    from sglang_hybrid.cache.learnt_split import LearntSplit
     from sglang_hybrid.extensions.lab.simulation.tuner.splits import SplitsFound
 
     Compare = Callable[[RequestWindow, Spec, Split], SplitsFound]
@@ -41,7 +41,7 @@ class SplitWatch:
         recent: makes a window of the requests that ended last; None where they are too few. It is
             called in the thread that calls `on_request_end`, the window is made in another one.
         in_force: the policy that the server runs.
-        path: where the next server finds the split; None where it does not look.
+        path: returns where the next server finds the split; None where it does not look.
         compare: finds the better split of a window (`compare_splits` of the lab, by default in a
             worker process).
 
@@ -54,7 +54,7 @@ class SplitWatch:
         setup: ServerSetup,
         recent: Callable[[], Callable[[], RequestWindow] | None],
         in_force: Callable[[], Spec],
-        path: Path | None = None,
+        path: Callable[[], Path | None] = lambda: None,
         compare: Compare | None = None,
     ) -> None:
         self.advice = ""
@@ -122,8 +122,12 @@ class SplitWatch:
         """Write the split for the next server; that of this one where an earlier search found
         another and this search does not.
         """
-        if self._path is not None and (found.split != room or self._has_written):
-            write_split(self._path, self._learnt(found, room, counted))
+        if found.split == room and not self._has_written:
+            return
+        if (path := self._path()) is not None:
+            from sglang_hybrid.cache.learnt_split import write_split
+
+            write_split(path, self._learnt(found, room, counted))
             self._has_written = True
 
     def _least(self, room: Split, most_held: int) -> Split:
@@ -138,6 +142,8 @@ class SplitWatch:
         )
 
     def _learnt(self, found: SplitsFound, room: Split, counted: int) -> LearntSplit:
+        from sglang_hybrid.cache.learnt_split import LearntSplit
+
         it = self._setup
         for_states = (self._slots(found, room) + 0.5) * it.state_bytes  # a start rounds down
         hits, hits_now = (each / found.tokens for each in (found.hits, found.hits_now))

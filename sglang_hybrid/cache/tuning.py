@@ -13,26 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.cache.memory.shared import shared_memory
-from sglang_hybrid.cache.split_watch import SplitWatch
 from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
 from sglang_hybrid.cache.tiers.served_tiers import served_tiers
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import LearntBefore
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.core.systems import make_policies
-from sglang_hybrid.core.traffic.recorder import (
-    FEWEST_REQUESTS,
-    MOST_RECORD_BYTES,
-    MOST_REQUESTS,
-    Finished,
-    PolicySwitch,
-    Recorder,
-    RequestWindow,
-    compact,
-    make_window,
-)
-from sglang_hybrid.serving.advice import ServerSetup
+from sglang_hybrid.core.systems import PolicySwitch, make_policies
 from sglang_hybrid.serving.flag_values import Eviction, Ui
 from sglang_hybrid.serving.tenants import TenantNames, tenant_of
 
@@ -41,8 +28,11 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.parts import Parts
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
+    from sglang_hybrid.cache.split_watch import SplitWatch
+    from sglang_hybrid.core.traffic.recorder import Recorder, RequestWindow
     from sglang_hybrid.extensions.lab.simulation.tuner.trace_file import TraceFile
     from sglang_hybrid.extensions.lab.simulation.tuner.tuner import Tuner
+    from sglang_hybrid.serving.advice import ServerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +65,22 @@ class Tuning:
         self._names = TenantNames()
         self._ended = 0
 
-    def watch_splits(self, setup: ServerSetup, path: Path | None) -> None:
+    def watch_splits(self, setup: ServerSetup, server_args: Any = None) -> None:
         """Compare splits of the memory from now on, where two pools take of it. Needs planned
-        checkpoints, which a replay knows, and a policy of ours. path: see `SplitWatch`.
+        checkpoints, which a replay knows, and a policy of ours. server_args: SGLang's, of the
+        server whose successor reads the best split; None: none does.
         """
         parts, divided = self._parts, setup.kv_costs and not setup.one_memory
         if not divided or parts.serving is None or parts.shadow_tree is None:
             return
-        self.recorder = self.recorder if self.recorder is not None else Recorder(MOST_RECORD_BYTES)
+        from sglang_hybrid.cache.split_watch import SplitWatch
+
+        def path() -> Path | None:
+            from sglang_hybrid.cache.learnt_split import split_path
+
+            return None if server_args is None else split_path(server_args)
+
+        self.recorder = self.recorder if self.recorder is not None else _make_recorder()
         self.splits = SplitWatch(setup, self.recent, lambda: self.in_force, path)
 
     @property
@@ -101,6 +99,8 @@ class Tuning:
         """`req` ended with `up_to` tokens in the tree. message_starts, reply_start: see
         `PrefillPlans.messages`. hint: what is said of its session.
         """
+        from sglang_hybrid.core.traffic.recorder import Finished, compact
+
         self._ended += 1
         input_len = len(req.origin_input_ids)
         room, evicted = self._room(), bool(self._parts.stats.evicted)
@@ -129,13 +129,15 @@ class Tuning:
         """Makes a window of the latest finished requests, in any thread; None where they are too
         few. The latter half of them counts.
         """
-        if self.recorder is None or len(self.recorder) < FEWEST_REQUESTS:
+        from sglang_hybrid.core.traffic import recorder
+
+        if self.recorder is None or len(self.recorder) < recorder.FEWEST_REQUESTS:
             return None
         parts = self._parts
-        records = self.recorder.latest(MOST_REQUESTS)
+        records = self.recorder.latest(recorder.MOST_REQUESTS)
         tiers = served_tiers(self._cache)
         return partial(
-            make_window,
+            recorder.make_window,
             records,
             (len(records) + 1) // 2,
             parts.cost,
@@ -219,8 +221,14 @@ def make_tuning(cache: HybridRadixCache, parts: Parts, rank: int | None) -> Tuni
         return Tuning(cache, parts)
     tuner = _make_tuner(cache, parts) if options.is_tuned else None
     file = _make_file(Path(options.hybrid_record), rank) if options.hybrid_record else None
-    recorder = None if options.hybrid_ui is Ui.OFF else Recorder(MOST_RECORD_BYTES)
+    recorder = None if options.hybrid_ui is Ui.OFF else _make_recorder()
     return Tuning(cache, parts, tuner, file, recorder)
+
+
+def _make_recorder() -> Recorder:
+    from sglang_hybrid.core.traffic.recorder import MOST_RECORD_BYTES, Recorder
+
+    return Recorder(MOST_RECORD_BYTES)
 
 
 def _make_tuner(cache: HybridRadixCache, parts: Parts) -> Tuner:

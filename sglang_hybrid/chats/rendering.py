@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.serving.requests.encoded_pieces import Encode, encode_text
-from sglang_hybrid.serving.requests.texts import check_rendered
 
 _instead: ContextVar[Encode | None] = ContextVar("instead", default=None)
 
@@ -46,7 +46,8 @@ def encode_chat(
     instead = _instead.get()
     if instead is not None:
         return instead(text, encode_kwargs)
-    check_rendered(text)
+    if (texts := guard("texts")) is not None:
+        texts.check_rendered(text)
     return encode_text(tokenizer, text, encode_kwargs, partial(encode, tokenizer))
 
 

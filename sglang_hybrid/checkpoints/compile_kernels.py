@@ -34,12 +34,9 @@ TOKENS = 2
 
 
 def compile_kernels(model_runner: Any, *, tell: bool) -> None:
-    """Compile what prefills of this SGLang ``ModelRunner`` will launch to write states, which its
-    layers can (`why_split` is None). On other devices than CUDA nothing is compiled. ``tell``: log
-    the progress.
+    """Compile what prefills of this SGLang ``ModelRunner``, on a CUDA device, will launch to write
+    states, which its layers can (`why_split` is None). ``tell``: log the progress.
     """
-    if model_runner.device != "cuda":
-        return
     pool = model_runner.req_to_token_pool.mamba_pool
     cache = pool.mamba_cache.at_layer_idx(0)
     windows = cache.conv[0]

@@ -8,7 +8,6 @@ all wanted states of a layer at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -17,13 +16,7 @@ from torch import Tensor
 
 from sglang_hybrid.kernels.checkpoint_states import DELTA_CHUNK
 from sglang_hybrid.kernels.chunks import Positions
-from sglang_hybrid.serving.device_streams import to_device
-
-
-def put(device: torch.device, *values: Sequence[int]) -> list[Tensor]:
-    """Lists of integers as int64 on the device, all in one copy."""
-    moved = to_device(torch.tensor(list(chain(*values)), dtype=torch.int64), device)
-    return list(torch.split(moved, [len(value) for value in values]))
+from sglang_hybrid.serving.device_streams import put_integers
 
 
 class Tails:
@@ -49,7 +42,7 @@ class Tails:
         spans = [range(end - tokens, end) for end, tokens in zip(ends, left, strict=True)]
         self._count = first[-1] if far else 0
         self._has_near, self._has_tails = bool(near), bool(rest)
-        moved = put(
+        moved = put_integers(
             slots.device,
             first,
             near,

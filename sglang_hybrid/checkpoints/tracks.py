@@ -19,16 +19,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sglang_hybrid.checkpoints.scans import Save, find_scan
-from sglang_hybrid.checkpoints.tails import Tails, put
 from sglang_hybrid.kernels import checkpoint_states
 from sglang_hybrid.kernels.checkpoint_states import DELTA_CHUNK, Targets
 from sglang_hybrid.kernels.chunks import Positions
+from sglang_hybrid.serving.device_streams import put_integers
+
+if TYPE_CHECKING:
+    from sglang_hybrid.checkpoints.tails import Tails
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class PrefillTracks:
         order = sorted(range(len(read)), key=lambda i: (at_end[i], tracks.rows[i], read[i]))
         self.positions: Positions = [(tracks.rows[i], read[i]) for i in order]
         starts = list(accumulate(extend_lens, initial=0))
-        sequences, ends, places, resumed = put(
+        sequences, ends, places, resumed = put_integers(
             slots.device,
             [row for row, _ in self.positions],
             [starts[row] + taken for row, taken in self.positions],
@@ -130,11 +133,13 @@ class PrefillTracks:
         state_indices = cache_indices[sequences].long()
         self._end_slots, self._end_state_indices = places[n:], state_indices[n:]
         self.saved = inside if copies_ends else self.targets
-        self._tails = (
-            Tails(self.positions[:n], places[:n], state_indices[:n], extend_lens)
-            if every > 1 and n
-            else None
-        )
+        self._tails: Tails | None = None
+        if every > 1 and n:
+            from sglang_hybrid.checkpoints import tails
+
+            self._tails = tails.Tails(
+                self.positions[:n], places[:n], state_indices[:n], extend_lens
+            )
         self._windows: dict[int, _Windows] = {}
 
     @cached_property
@@ -153,7 +158,7 @@ class PrefillTracks:
         row_of = {chunk: row for row, chunk in enumerate(dict.fromkeys(chunks))}
         marks = [row_of.get(chunk, -1) for chunk in range(first[-1])]
         rows = [row_of[chunk] for chunk in chunks]
-        marked, chosen = put(self._cu_seqlens.device, marks, rows)
+        marked, chosen = put_integers(self._cu_seqlens.device, marks, rows)
         return len(row_of), marked, chosen
 
     @property

@@ -6,10 +6,16 @@ neither loaded nor can it break anybody.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
+
+GUARD: Final = "SGLANG_HYBRID_GUARD"
+"""The environment variable that turns the guard off (serving/config.py)."""
+
+OFF: Final = "off"
 
 
 def extension(name: str) -> Any:
@@ -19,6 +25,16 @@ def extension(name: str) -> Any:
     from it.
     """
     return import_module(f"sglang_hybrid.extensions.{name}")
+
+
+def guard(name: str) -> Any:
+    """A module of `extensions/guard` by its name there; None where the guard is off."""
+    return extension(f"guard.{name}") if has_guard() else None
+
+
+def has_guard() -> bool:
+    """True unless the operator has turned the guard off."""
+    return os.environ.get(GUARD) != OFF
 
 
 @contextmanager

@@ -155,6 +155,17 @@ class Spec:
         return [Spec("marconi", (("alpha", alpha),)) for alpha in ALPHAS]
 
 
+@dataclass(frozen=True)
+class PolicySwitch:
+    """A decision of the tuner: from the scheduler step with which it arrives, `spec` chooses the
+    victims on every rank.
+    """
+
+    number: int
+    spec: Spec
+    reason: str
+
+
 def make_policies(spec: Spec, history: History | None = None) -> tuple[Policy, Policy]:
     """One policy object for KV and one for states; those that learn share `history`."""
     options: dict[str, Any] = dict(spec.options)

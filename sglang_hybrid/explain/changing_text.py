@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_hybrid.core.queue.prefix_overlap import TOKEN_BYTES, as_key
-from sglang_hybrid.core.traffic.requests import common_prefix
+from sglang_hybrid.core.records.edges import common_prefix
 from sglang_hybrid.serving.telemetry.stats import ChangingText
 
 Tokens = npt.NDArray[np.integer[Any]]

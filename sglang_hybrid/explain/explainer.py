@@ -1,4 +1,4 @@
-"""Questions about misses, answered in the scheduler when somebody asks.
+"""Questions about misses, answered in the scheduler when somebody asks, by what is loaded then.
 
 Nothing is locked, no access is counted, and the tree stays as it is.
 """
@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_hybrid.explain.decision_log import DecisionLog
-from sglang_hybrid.explain.explanation import Explanation
-from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput, ResidencyReq
-from sglang_hybrid.explain.prefix_tiers import PrefixTiers
+from sglang_hybrid.explain.messages import (
+    ExplainReq,
+    ExplainReqOutput,
+    ResidencyReq,
+    ResidencyReqOutput,
+)
 from sglang_hybrid.serving.tenants import tenant
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ class Explainer:
 
     def handlers(self) -> list[tuple[type, Callable[[Any], Any]]]:
         """The handlers that the scheduler's dispatcher must know."""
-        return [(ExplainReq, self.answer), (ResidencyReq, PrefixTiers(self._cache).answer)]
+        return [(ExplainReq, self.answer), (ResidencyReq, self._residency)]
 
     def answer(self, asked: ExplainReq) -> ExplainReqOutput:
         """The report that is asked for, or one sentence that says why there is none."""
@@ -46,7 +49,14 @@ class Explainer:
             logger.exception("sglang_hybrid: a miss could not be explained.")
             return ExplainReqOutput(error="the explanation failed; the server's log says why.")
 
+    def _residency(self, asked: ResidencyReq) -> ResidencyReqOutput:
+        from sglang_hybrid.explain.prefix_tiers import PrefixTiers
+
+        return PrefixTiers(self._cache).answer(asked)
+
     def _answer(self, asked: ExplainReq) -> ExplainReqOutput:
+        from sglang_hybrid.explain.explanation import Explanation
+
         if self._cache.disable:
             return ExplainReqOutput(error="the server runs without a prefix cache.")
         whose = tenant(asked.extra_key, asked.cache_salt)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.serving.config import BACKEND
 from sglang_hybrid.serving.requests import fields
 
@@ -36,13 +37,12 @@ def check_prompt(manager: TokenizerManager, ids: Sequence[int], field: str = "in
 
 async def ask_ranks(manager: TokenizerManager, question: BaseReq, kind: Any) -> list[Any]:
     """The answers of all ranks, which are of class `kind`. Questions with answers of one class are
-    asked one after another. Raises `Refused` where a rank failed.
+    asked one after another. Raises `Refused` where a rank failed; without the guard it ends then.
     """
-    from sglang_hybrid.serving.requests.control import raise_failure
-
     manager.auto_create_handle_loop()
     answers: list[Any] = await _communicator(manager, kind)(question)
-    raise_failure(answers)
+    if (control := guard("control")) is not None:
+        control.raise_failure(answers)
     return answers
 
 

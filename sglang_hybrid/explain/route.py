@@ -25,9 +25,9 @@ from sglang_hybrid.explain.prompt_route import router as prompt_router
 from sglang_hybrid.explain.ranks import ask_ranks, check_prompt, has_our_cache
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Ui
+from sglang_hybrid.serving.http_tenants import put_tenant
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.stored_keys import stored_under
-from sglang_hybrid.serving.tenants import put_tenant
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class _Needed:
     """One need. what: reads behind "needed for". is_always: whether no start can be without it.
     has: whether a model needs it. asks: whether resolved arguments of SGLang and our own do, and
-    flag: which; of a need with both, a start needs it that has both.
+    flag: which; of a need with both, a start needs it that has both. of_guard: whether it goes with
+    the guard, which an operator may turn off.
     """
 
     what: str
@@ -33,6 +34,7 @@ class _Needed:
     has: Callable[[ModelConfig], bool] | None = None
     flag: str = ""
     asks: Callable[[Any, HybridConfig], bool] | None = None
+    of_guard: bool = False
 
 
 def _types(model: ModelConfig) -> set[str]:
@@ -149,8 +151,6 @@ class Need(Enum):
 
     # Conveniences.
     REPORTS = _Needed("reports of the cache in answers and /server_info")
-    CHECKS = _Needed("requests that are refused in a sentence, as their clients know them")
-    SCHEDULERS_GO_ON = _Needed("schedulers that go on after a request that cannot be done")
     STARTS = _Needed("starts that fail in a sentence")
     PROMPTS = _Needed(
         "marked blocks, schemas and diagnostics of prompts, `explain` and the live page",
@@ -161,15 +161,23 @@ class Need(Enum):
         "what clients of others send: keys in x-api-key, the model name `default`, and first lines "
         "that change with every request"
     )
-    LONG_REQUESTS = _Needed("short requests that do not wait for long ones")
     SPEEDS = _Needed("measured speeds of prefills, and times of arrival")
     QUICKER = _Needed("quicker schedulers, frees of KV slots, logits on a CPU, checks of token ids")
-    PENALTIES = _Needed("penalties that count each token once")
-    GRAMMARS = _Needed("a bound on the grammars that are kept")
     CLOSED_SESSIONS = _Needed("closed sessions as a hint to the cache")
     DATA_PARALLEL = _Needed("prompts that go to the data-parallel rank that has their prefix")
     ONE_SLOT = _Needed("--mamba-radix-cache-strategy no_buffer beside the overlap scheduler")
-    ENDS = _Needed("servers that end quickly, and leave nothing behind")
+
+    # The guard's (extensions/guard).
+    CHECKS = _Needed(
+        "requests that are refused in a sentence, as their clients know them", of_guard=True
+    )
+    SCHEDULERS_GO_ON = _Needed(
+        "schedulers that go on after a request that cannot be done", of_guard=True
+    )
+    ENDS = _Needed("servers that end quickly, and leave nothing behind", of_guard=True)
+    LONG_REQUESTS = _Needed("short requests that do not wait for long ones", of_guard=True)
+    PENALTIES = _Needed("penalties that count each token once", of_guard=True)
+    GRAMMARS = _Needed("a bound on the grammars that are kept", of_guard=True)
 
     @property
     def what(self) -> str:

@@ -34,6 +34,7 @@ from pathlib import Path
 import whatthepatch
 
 from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.core.extensions import has_guard
 from sglang_hybrid.hooks import install as hooks
 from sglang_hybrid.hooks.needs import Misfit, Need
 from sglang_hybrid.hooks.sources import installed_version, parse_hashes
@@ -330,12 +331,12 @@ def install() -> None:
     The finder of patched modules stands right in front of Python's own finder of files: whatever
     waits for a module to be imported (hooks and the CPU platform's bindings, through wrapt) must
     come first, whenever it was installed. What is needed for a model, a flag or a convenience, and
-    does not fit, is left out (`lacking`).
+    does not fit, is left out (`lacking`), and so is what is not wanted (`unwanted`).
     Raises `PatchError` if a module that needs a patch or a hook has been imported already.
     """
     if any(isinstance(finder, PatchFinder) for finder in sys.meta_path):
         return
-    left_out = {need for need in lacking() if not need.is_always}
+    left_out = {need for need in lacking() if not need.is_always} | unwanted()
     finder = PatchFinder(load_patches(), left_out)
     late = sorted((finder.by_module.keys() | hooks.by_module().keys()) & sys.modules.keys())
     if late:
@@ -366,6 +367,11 @@ def lacking() -> Mapping[Need, Misfit]:
     return {} if root is None else lacking_in(root)
 
 
+def unwanted() -> set[Need]:
+    """Needs whose changes are not made though they fit: the guard's where it is off."""
+    return set() if has_guard() else {need for need in Need if need.value.of_guard}
+
+
 def lacking_in(root: Path) -> dict[Need, Misfit]:
     """As `lacking`, in files, none of which is imported. root: the folder that has `sglang/`.
 
@@ -375,17 +381,20 @@ def lacking_in(root: Path) -> dict[Need, Misfit]:
     paths = {patch.path: root / patch.path for patch in patches}
     texts = {path: file.read_bytes() if file.is_file() else None for path, file in paths.items()}
     found: dict[Need, Misfit] = {}
+    left_out = unwanted()
     for misfit in hooks.misfits(root):
-        found.setdefault(misfit.need, misfit)
+        if misfit.need not in left_out:
+            found.setdefault(misfit.need, misfit)
     before = -1
     while len(found) > before:
         before = len(found)
         for patch in patches:
             text = texts[patch.path]
-            touched = any(one.needed_for in found for one in patch.diffs)
+            touched = any(one.needed_for in found.keys() | left_out for one in patch.diffs)
             if touched or text is None or not patch.is_known(text):
-                for misfit in patch.misfits(text, found):
-                    found.setdefault(misfit.need, misfit)
+                for misfit in patch.misfits(text, found.keys() | left_out):
+                    if misfit.need not in left_out:
+                        found.setdefault(misfit.need, misfit)
     return found
 
 

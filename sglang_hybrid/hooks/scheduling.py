@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from sglang_hybrid.core.extensions import extension
+
 
 def bring_prefill_adder(adder: type, scheduler: Any) -> Any:
     """The cache brings the `PrefillAdder` that knows its state slots, and gives it the queue, and
@@ -81,24 +83,19 @@ def count_newest_token(count: Callable[[Any], None], batch: Any) -> None:
     """A decode step counts, for penalties, the token at its position. Drafts are counted by
     SGLang, one of those that a step accepts.
     """
-    from sglang_hybrid.serving.requests.penalties import count_newest
-
-    (count if not batch.spec_algorithm.is_none() else count_newest)(batch)
+    penalties = extension("guard.penalties")
+    (count if not batch.spec_algorithm.is_none() else penalties.count_newest)(batch)
 
 
 def count_earlier_tokens(_: None, orchestrator: Any, *__: Any, **___: Any) -> None:
     """Penalties of a request that was retracted count what it had answered before."""
     if orchestrator.is_required:
-        from sglang_hybrid.serving.requests.penalties import count_earlier
-
-        count_earlier(orchestrator)
+        extension("guard.penalties").count_earlier(orchestrator)
 
 
 def outlive_profiler(step: Callable[[Any, Any], None], profiler: Any, batch: Any) -> None:
     """A profile that cannot be written ends the profile, and the server goes on."""
-    from sglang_hybrid.serving.requests.control import profile_step
-
-    profile_step(step, profiler, batch)
+    extension("guard.control").profile_step(step, profiler, batch)
 
 
 def send_to_prefix(controller: Any, request: Any, *more: Any, **named: Any) -> None:
@@ -158,17 +155,14 @@ def tell_images_apart(_: Any, request: Any, inputs: Any) -> None:
 
 def bound_grammars(_: None, backend: Any, *__: Any, **___: Any) -> None:
     """SGLang keeps each compiled grammar for ever; the oldest ones go beyond a bound."""
-    from sglang_hybrid.serving.requests.grammars import Grammars
-
-    backend.cache = Grammars()
+    backend.cache = extension("guard.grammars").Grammars()
 
 
 def bound_compiler(_: None, backend: Any, *__: Any, **___: Any) -> None:
     """xgrammar keeps what it has compiled, too; SGLang gives it no bound."""
     from xgrammar import GrammarCompiler
 
-    from sglang_hybrid.serving.requests.grammars import MOST_BYTES
-
+    most = extension("guard.grammars").MOST_BYTES
     backend.grammar_compiler = GrammarCompiler(
-        tokenizer_info=backend._tokenizer_info, cache_limit_bytes=MOST_BYTES
+        tokenizer_info=backend._tokenizer_info, cache_limit_bytes=most
     )

@@ -110,11 +110,9 @@ def check_overrides(
     manager: Any, _: Any, embeddings: Any, *__: Any, label: str = "input", **___: Any
 ) -> None:
     """Embeddings in a request for scores are of the model's size before SGLang stacks them."""
-    from sglang_hybrid.serving.requests.sizes import check_embeddings
-
     if embeddings:
         width = manager.model_config.hidden_size
-        check_embeddings(f"embed_overrides of {label}", embeddings, width)
+        extension("guard.sizes").check_embeddings(f"embed_overrides of {label}", embeddings, width)
 
 
 def take_token_ids(decode: Callable[[Any], list[int]], value: Any) -> list[int]:
@@ -128,54 +126,45 @@ async def end_on_signal(watch: Callable[[Any], Awaitable[None]], manager: Any) -
     """An HTTP server with one tokenizer process ends as `shutdown.py` says. One of several ends as
     SGLang ends it, but at once: its web server would write a traceback of SGLang's `sys.exit`.
     """
-    from sglang_hybrid.serving import processes, shutdown
-
+    shutdown = extension("guard.shutdown")
     if manager._server_stop_hook is not None:
         await shutdown.end_on_signal(manager)
         return
     try:
         await watch(manager)
     except SystemExit as end:
-        if not processes.is_http_worker():
+        if not extension("guard.processes").is_http_worker():
             raise
         shutdown.leave(int(end.code or 0))
 
 
 def kill_process_tree(kill: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Have `shutdown.py` kill processes where SGLang kills its own."""
-    from sglang_hybrid.serving import shutdown
-
-    shutdown.kill_process_tree(*args, **kwargs)
+    extension("guard.shutdown").kill_process_tree(*args, **kwargs)
 
 
 def leave_nothing(launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """An HTTP server that ends, ends its processes and removes their shared memory, whichever
     program started it: SGLang's kill them, and with them Python's resource tracker.
     """
-    from sglang_hybrid.serving import processes
-
     try:
         launch(*args, **kwargs)
     finally:
-        processes.end_processes()
+        extension("guard.processes").end_processes()
 
 
 def note_shared_memory(_: Any, *__: Any, **___: Any) -> None:
     """The processes have started: their shared memory is remembered."""
-    from sglang_hybrid.serving import processes
-
-    processes.note_shared_memory()
+    extension("guard.processes").note_shared_memory()
 
 
 def track_load_snapshots(init: Callable[..., None], writer: Any, *args: Any, **named: Any) -> None:
     """Shared memory of load snapshots is known to Python's resource tracker, once it is there."""
-    from sglang_hybrid.serving.processes import register_shared_memory
-
     try:
         init(writer, *args, **named)
     finally:
         if getattr(writer, "fd", -1) >= 0:
-            register_shared_memory(writer.path)
+            extension("guard.processes").register_shared_memory(writer.path)
 
 
 def hide_keys(told: Any, *_: Any, **__: Any) -> Any:

@@ -41,6 +41,28 @@ def installed_version() -> str:
         return "(no version)"
 
 
+class UnsupportedSGLang(RuntimeError):
+    """The installed SGLang is not the release that this package extends."""
+
+
+def check_sglang_version() -> None:
+    """Raise `UnsupportedSGLang` unless `SGLANG_VERSION` is installed, or a post-release of it: that
+    has the same sources but for what it mends, and `patching.verify` looks at those.
+    """
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedSGLang(
+            f"sglang is not installed; install sglang=={SGLANG_VERSION} "
+            "(scripts/quickstart.sh does, on a machine with or without a GPU)."
+        ) from None
+    if found.partition(".post")[0] != SGLANG_VERSION:
+        raise UnsupportedSGLang(
+            f"sglang {found} is installed, but this release of sglang_hybrid extends "
+            f"{SGLANG_VERSION} only; install sglang=={SGLANG_VERSION}."
+        )
+
+
 def digest(source: str) -> str:
     """The SHA-256 of a definition's syntax tree, in hexadecimal: the same in every version of
     Python, and whatever its indentation, comments and line breaks are.

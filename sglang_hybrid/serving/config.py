@@ -30,6 +30,7 @@ from sglang_hybrid.serving.flag_values import (
     CodecChoice,
     Eviction,
     FullHit,
+    Guard,
     Memory,
     NativeKernels,
     Schedule,
@@ -228,6 +229,7 @@ class HybridConfig:
     hybrid_simulate_bandwidth: str = variable("", links)
     hybrid_native_kernels: NativeKernels = variable(NativeKernels.AUTO, one_of(NativeKernels))
     hybrid_client_lines: ClientLines = variable(ClientLines.DROP, one_of(ClientLines))
+    hybrid_guard: Guard = variable(Guard.ON, one_of(Guard))
 
     @property
     def policy(self) -> Eviction:

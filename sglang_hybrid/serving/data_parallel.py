@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-from sglang_hybrid.core.queue.prefix_ranks import PrefixRanks
 from sglang_hybrid.serving.config import BACKEND
 from sglang_hybrid.serving.tenants import tenant_of_sent
+
+if TYPE_CHECKING:
+    from sglang_hybrid.core.queue.prefix_ranks import PrefixRanks
 
 logger = logging.getLogger(__name__)
 
@@ -70,4 +72,6 @@ def _follows_prefixes(controller: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def _prefix_ranks(controller: Any) -> PrefixRanks:
+    from sglang_hybrid.core.queue.prefix_ranks import PrefixRanks
+
     return PrefixRanks(controller.max_dp_size)

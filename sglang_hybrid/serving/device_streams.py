@@ -14,8 +14,9 @@ pinned, the host thread would wait with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,6 +52,12 @@ def to_device(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if torch.device(device).type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
+
+
+def put_integers(device: torch.device, *values: Sequence[int]) -> list[torch.Tensor]:
+    """Lists of integers as int64 on the device, all in one copy."""
+    moved = to_device(torch.tensor(list(chain(*values)), dtype=torch.int64), device)
+    return list(torch.split(moved, [len(value) for value in values]))
 
 
 def host_is_device() -> bool:

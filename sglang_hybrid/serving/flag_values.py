@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+from sglang_hybrid.core.extensions import OFF
 from sglang_hybrid.core.programs import MOST_SECONDS, number, read_by, whole
 from sglang_hybrid.core.sentences import meant
 from sglang_hybrid.core.tiers.rates import parse_links
@@ -132,6 +133,15 @@ class NativeKernels(Enum):
 
     AUTO = "auto"
     OFF = "off"
+
+
+class Guard(Enum):
+    """The switch for checks of requests and mends of SGLang's server that its cache does not need
+    (extensions/guard).
+    """
+
+    ON = "on"
+    OFF = OFF
 
 
 class ClientLines(Enum):

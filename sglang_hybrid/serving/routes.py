@@ -19,6 +19,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.serving.config import HybridConfig
 
 
@@ -30,6 +31,15 @@ def all_routes(routes: Iterable[Any]) -> Iterable[Any]:
     """
     contexts = getattr(fastapi.routing, "iter_route_contexts", None)
     return routes if contexts is None else contexts(routes)
+
+
+def add_middleware(app: Any) -> None:
+    """Ours around all others of SGLang's application that there are by now: what a server that ends
+    refuses, and what is refused below /hybrid_cache/.
+    """
+    app.add_middleware(SameOrigin)
+    if (shutdown := guard("shutdown")) is not None:
+        app.add_middleware(shutdown.GracefulEnd)
 
 
 _scope: ContextVar[Scope | None] = ContextVar("scope", default=None)

@@ -14,11 +14,8 @@ import secrets
 import time
 from typing import Any
 
-import wrapt
-
 logger = logging.getLogger(__name__)
 
-MODULE = "sglang.srt.entrypoints.warmup"
 NAME = "hybrid_hits"
 """The name of this warm-up in `--warmups`."""
 
@@ -26,11 +23,6 @@ TOKENS, MORE = 300, 20
 """Tokens of the prompt that leaves a state, and of its continuation: more than one page, and a
 prefill of several tokens.
 """
-
-
-def register_on_import() -> None:
-    """SGLang knows the warm-up by its name, in each process that has warm-ups."""
-    wrapt.register_post_import_hook(lambda module: module.warmup(NAME)(hit), MODULE)
 
 
 async def hit(mode: str, manager: Any) -> None:

@@ -455,7 +455,7 @@ class Server:
             )
             self.cache.plan_forward(batch)
             self.batch = batch
-            self.last_hidden = batch.last_hidden
+            self.last_hidden = getattr(batch, "last_hidden", None)
             if isinstance(self.last_hidden, Wanted):  # the forward leaves them
                 self.last_hidden.take(None, None, torch.zeros(len(new), 1), [len(new)])
         req.kv.mamba_cow_src_index = None

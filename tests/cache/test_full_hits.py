@@ -64,7 +64,7 @@ def test_it_is_off_unless_asked_for() -> None:
     for _ in range(3):
         it.serve(PROMPT, [7])
         assert it.last_hidden is None
-    assert it.cache.plans.full_hits.info() is None
+    assert it.cache.plans.full_hits is None
 
 
 @pytest.mark.parametrize("policy", ["lru", "marconi"])

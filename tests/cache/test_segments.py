@@ -125,7 +125,8 @@ class SegmentServer(TieredServer):
         """Serve a prompt; tokens that were composed."""
         req = self.ask(asked)
         self.run(req)
-        return self.cache.modular.composed(req) or 0
+        known = self.cache.composition(req)
+        return 0 if known is None else known.composed
 
     def key_of(self, req: Req) -> RadixKey:
         """What the prompt of a request is looked up by, but for its last token."""
@@ -159,7 +160,8 @@ class SegmentServer(TieredServer):
             return mark(tokens)
         if not imported.segments:
             return apart(imported.position, tokens, asked)
-        if not self.cache.modular.composed(req):
+        known = self.cache.composition(req)
+        if known is None or not known.composed:
             return mark(tokens)
         at = 0
         for start, part in asked.segments:
@@ -349,7 +351,7 @@ def test_a_composed_state_that_cannot_be_copied_makes_the_prompt_whole(
     req = at.ask(ONE)
     at.run(req)
     assert req.position_offset == 0 and at.composed == 0
-    assert at.cache.modular.composed(req) == 0 and req.skip_radix_cache_insert
+    assert at.cache.modular.of(req) == Composition(0) and req.skip_radix_cache_insert
     monkeypatch.undo()
     assert at.composes(ONE) == ONE.length and at.composed == 1
 

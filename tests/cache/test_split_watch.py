@@ -41,7 +41,7 @@ def watch(
         counted=1,
     )
     made = replace(window(conversations(80)), budget=room)
-    return SplitWatch(server, lambda: lambda: made, lambda: Spec("reuse"), path), server
+    return SplitWatch(server, lambda: lambda: made, lambda: Spec("reuse"), lambda: path), server
 
 
 def feed(it: SplitWatch, count: int, *, evicted: bool = True) -> None:
@@ -117,7 +117,7 @@ def test_what_an_earlier_search_told_is_taken_back(path: Path) -> None:
     made = replace(window(conversations(80)), budget=FEW_SLOTS)
     found = [SplitsFound(GOOD, 30, 20, 30, 100), SplitsFound(FEW_SLOTS, 20, 20, 20, 100)]
     it = SplitWatch(
-        *(server, lambda: lambda: made, lambda: Spec("reuse"), path),
+        *(server, lambda: lambda: made, lambda: Spec("reuse"), lambda: path),
         lambda *_: found.pop(0),
     )
     feed(it, FIRST)

@@ -369,11 +369,13 @@ def test_segments_are_copied_behind_the_forward_that_writes_them(
         other = at.arrive([*segment, 1])
         prompt = RadixKey(other.origin_input_ids, own)
         asked = Imported(((0, len(segment)),), len(segment), "a")
-        assert at.cache.modular._compose(other, prompt, asked).composed == len(segment)
+        assert at.cache.modular_prompts()._compose(other, prompt, asked).composed == len(segment)
         assert not gpu.waits and gpu.schedule.waits == 0
         gpu.forwards.run()
-        found, _ = at.cache.modular._lookup(prompt.token_ids[: len(segment)], prompt, own)
-        source, _ = at.cache.modular._lookup(prompt.token_ids[: len(segment)], prompt, key)
+        found, _ = at.cache.modular_prompts()._lookup(prompt.token_ids[: len(segment)], prompt, own)
+        source, _ = at.cache.modular_prompts()._lookup(
+            prompt.token_ids[: len(segment)], prompt, key
+        )
         with plainly():
             same = all(torch.equal(rows[found.long()], rows[source.long()]) for rows in at._rows)
         assert same is ordered

@@ -152,23 +152,25 @@ def test_a_rank_that_does_not_log_compiles_too(
     assert not caplog.records
 
 
-def test_nothing_is_compiled_without_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    runner = model_runner(LAYERS["Nemotron-H-8B"], "cpu")
-    with caplog.at_level("INFO"):
-        assert not noted(lambda: compile_kernels.compile_kernels(runner, tell=True))
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
-    ("split", "unplanned", "compiled"),
-    [(None, None, True), ("a reason", None, False), (None, "a reason", False)],
+    ("split", "unplanned", "device", "compiled"),
+    [
+        (None, None, "cuda", True),
+        (None, None, "cpu", False),
+        ("a reason", None, "cuda", False),
+        (None, "a reason", "cuda", False),
+    ],
 )
 def test_the_start_of_a_server_compiles_where_prefills_leave_states(
-    split: str | None, unplanned: str | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    split: str | None,
+    unplanned: str | None,
+    device: str,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The calls of `--radix-cache-backend hybrid`, with the rest of it left out."""
     answers = {
-        "choose_codecs": [],
+        "_codecs": (None, None),
         "why_split": split,
         "why_unplanned": unplanned,
         "learn_message_boundaries": None,
@@ -190,8 +192,10 @@ def test_the_start_of_a_server_compiles_where_prefills_leave_states(
     monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: schedule)
     monkeypatch.setattr("sglang_hybrid.cache.sizes.cost_of_model", lambda config: None)
     found: list[Any] = []
-    monkeypatch.setattr(factory, "compile_kernels", lambda runner, tell: found.append(runner))
-    runner = object()
+    monkeypatch.setattr(
+        compile_kernels, "compile_kernels", lambda runner, tell: found.append(runner)
+    )
+    runner = SimpleNamespace(device=device)
     factory.build_cache(
         SimpleNamespace(
             model_config=SimpleNamespace(hf_config=None),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sglang_hybrid.core.extensions import GUARD, OFF
 from sglang_hybrid.extensions.cpu.models.tiny import build_tiny_model
 from sglang_hybrid.hooks import needs, patching
 from sglang_hybrid.hooks.hook import Hook, HookError, check
@@ -81,11 +82,26 @@ def test_another_hunk_is_lacking_by_its_patch(path: str, need: Need) -> None:
     assert f", needed for {need.what}, is not the file" in first.why
 
 
+OF_GUARD = {need for need in Need if need.value.of_guard}
+
+
+def test_without_the_guard_all_but_its_own_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GUARD, OFF)
+    assert patching.unwanted() == OF_GUARD
+    assert patching.lacking_in(installed()) == {}
+    monkeypatch.delenv(GUARD)
+    assert patching.unwanted() == set()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("need", [need for need in Need if need is not Need.CACHE])
-def test_the_rest_goes_without_any_need(need: Need, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "needs",
+    [*({need} for need in Need if need is not Need.CACHE), OF_GUARD],
+    ids=lambda needs: "+".join(sorted(need.name for need in needs)),
+)
+def test_the_rest_goes_without_any_need(needs: set[Need], tmp_path: Path) -> None:
     """The other patches apply, and no name in what they make is defined by one that is left out."""
-    left_out = {need}
+    left_out = set(needs)
     for patch in [*PATCHES.values()] * 2:
         text = (installed() / patch.path).read_bytes()
         left_out |= {misfit.need for misfit in patch.misfits(text, left_out)}

@@ -120,9 +120,9 @@ class Rehearsal:
         self.machine, self.folder = machine, folder
         self.pretence = Pretence(MACHINES[machine])
         torch.set_num_threads(1)
-        import sglang_hybrid.launch_server
+        from sglang_hybrid import launcher
 
-        self._prepare = sglang_hybrid.launch_server.prepare
+        self._prepare = launcher.prepare
 
     def start(self, model: str, flags: Sequence[str] = (), **config: Any) -> Start:
         """The server that `flags` make of a model. config: changed fields of its config.json."""
@@ -376,7 +376,7 @@ class _Server:
         from sglang.srt.mem_cache.kv_cache_builder import build_kv_cache
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-        from sglang_hybrid.cache import factory
+        from sglang_hybrid.checkpoints import compile_kernels
 
         runner = self.runner
         runner.mtp_draft_device_pools = runner.mtp_draft_mamba_pools = ()
@@ -393,7 +393,7 @@ class _Server:
             register_hicache_layer_transfer_counter=lambda counter: None,
             get_memory_pool=lambda: (runner.req_to_token_pool, runner.token_to_kv_pool_allocator),
         )
-        compiled = mock.patch.object(factory, "compile_kernels", lambda *_, **__: None)
+        compiled = mock.patch.object(compile_kernels, "compile_kernels", lambda *_, **__: None)
         with compiled, made_on("cpu"):
             built = build_kv_cache(
                 server_args=self.args,

@@ -10,8 +10,8 @@ from sglang_hybrid import launch_server  # first: its hook must see every import
 from sglang.srt.managers.io_struct import FlushCacheReqInput
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_hybrid.serving.requests import control
-from sglang_hybrid.serving.requests.refusals import REFUSALS
+from sglang_hybrid.extensions.guard import control
+from sglang_hybrid.extensions.guard.refusals import REFUSALS
 
 
 def flush(scheduler: Any, request: FlushCacheReqInput) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_hybrid import launch_server
+from sglang_hybrid import launcher
 from sglang_hybrid.serving.server_process import free_port
 from tests.server.client import alive
 
@@ -234,7 +234,7 @@ def test_help_all_shows_our_flags_in_a_group_of_their_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        launch_server.prepare(["--help", "all"])
+        launcher.prepare(["--help", "all"])
     assert not stopped.value.code
     shown = capsys.readouterr().out
     _, group = shown.split("\nsglang_hybrid:\n")

@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from sglang_hybrid.extensions.cpu.models.lexicon import common_words
-from sglang_hybrid.serving.requests.long_requests import IN_MEMORY, UNBOUNDED
+from sglang_hybrid.extensions.guard.body_bounds import IN_MEMORY, UNBOUNDED
 from tests.server.client import Serve, ask, greedy, random_prompt, until
 
 DEEP = "[" * 2_000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid import launch_server
+from sglang_hybrid import launcher
 from sglang_hybrid.serving.startup import (
     REPORT,
     STARTUP_ERROR,
@@ -61,8 +61,8 @@ def test_a_path_that_this_user_may_not_read_is_named(
     def prepare(argv: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/srv/models/config.json")
 
-    monkeypatch.setattr(launch_server, "prepare", prepare)
-    assert launch_server.main([]) == STARTUP_ERROR
+    monkeypatch.setattr(launcher, "prepare", prepare)
+    assert launcher.main([]) == STARTUP_ERROR
     said = capsys.readouterr().err
     assert said.startswith("sglang_hybrid: the server cannot start: ") and said.count("\n") == 1
     assert "/srv/models/config.json" in said
@@ -84,10 +84,10 @@ def test_only_a_directory_of_its_own_is_removed(
 
 def test_a_file_of_flags_is_left_to_sglang(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="does not exist"):
-        launch_server._check_early(["--model-pa", "/nowhere"])
+        launcher._check_early(["--model-pa", "/nowhere"])
     flags = tmp_path / "flags.yaml"
     flags.write_text("model-path: /nowhere\n")
-    launch_server._check_early(["--config", str(flags)])
+    launcher._check_early(["--config", str(flags)])
 
 
 @pytest.mark.parametrize("content", [None, "a: [1,\n", "\0", "[" * 50_000, "9" * 5_000])
@@ -98,4 +98,4 @@ def test_a_file_of_flags_that_cannot_be_read(content: str | None, tmp_path: Path
     else:
         flags.write_text(content)
     with pytest.raises(StartupError, match=r"^--config cannot be read: .*\.$"):
-        launch_server._check_early(["--config", str(flags)])
+        launcher._check_early(["--config", str(flags)])

@@ -18,7 +18,16 @@ from starlette.types import Scope
 
 import sglang_hybrid
 from sglang_hybrid.hooks.serving import keep_owner, refuse_used_ids
-from sglang_hybrid.serving import tenants
+from sglang_hybrid.serving import http_tenants
+from sglang_hybrid.serving.http_tenants import (
+    PerTenant,
+    current_tenant,
+    own_headers,
+    put_tenant,
+    refuse_tenants,
+    serve_for,
+    tenant_fields,
+)
 from sglang_hybrid.serving.requests.checks import normalize
 from sglang_hybrid.serving.requests.ids import (
     MOST_SESSIONS,
@@ -30,19 +39,7 @@ from sglang_hybrid.serving.requests.ids import (
 )
 from sglang_hybrid.serving.routes import KeyHeader
 from sglang_hybrid.serving.stored_keys import apart_from_adapters
-from sglang_hybrid.serving.tenants import (
-    PerTenant,
-    TenantNames,
-    current_tenant,
-    own_headers,
-    put_tenant,
-    refuse_tenants,
-    serve_for,
-    tenant,
-    tenant_fields,
-    tenant_of,
-    tenant_of_prompt,
-)
+from sglang_hybrid.serving.tenants import TenantNames, tenant, tenant_of, tenant_of_prompt
 
 Sent = dict[str, str] | list[tuple[str, str]]
 
@@ -182,9 +179,9 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A function that sets `--hybrid-tenants`, on a server with the keys `own` and `admin`."""
 
     def give(words: str) -> None:
-        monkeypatch.setattr(tenants, "_sources", words.split(",").copy)
+        monkeypatch.setattr(http_tenants, "_sources", words.split(",").copy)
 
-    monkeypatch.setattr(tenants, "server_keys", lambda: [b"own", b"admin"])
+    monkeypatch.setattr(http_tenants, "server_keys", lambda: [b"own", b"admin"])
     return give
 
 

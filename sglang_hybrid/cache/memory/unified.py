@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.memory.account import MemoryAccount, MemoryKind
-from sglang_hybrid.storage.codecs.in_place import Names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from sglang.srt.mem_cache.allocator.unified_mamba import UnifiedMambaTokenToKVPoolAllocator
+
+    from sglang_hybrid.storage.codecs.in_place import Names
 
 
 class UnifiedAccount(MemoryAccount):
@@ -83,12 +84,16 @@ class UnifiedMemory:
     @property
     def kv_names(self) -> Names:
         """Slots of KV, a token each."""
+        from sglang_hybrid.storage.codecs.in_place import Names
+
         count = (self._kv.num_virtual_ids + 1) * self.page_tokens
         return Names(count, self._kv.translate_kv_loc)
 
     @property
     def state_names(self) -> Names:
         """Slots of states."""
+        from sglang_hybrid.storage.codecs.in_place import Names
+
         table = self._states.virtual_to_physical
         return Names(len(table), lambda slots: table[slots])
 

@@ -207,10 +207,8 @@ class ServedQueue:
 
 def make_served_queue(
     cache: HybridRadixCache, options: HybridConfig, priority_sign: int | None = None
-) -> ServedQueue | None:
-    """As the flags say; None where SGLang orders the queue."""
-    if not options.hybrid_schedule.is_ours:
-        return None
+) -> ServedQueue:
+    """As the flags say, which leave the order to us."""
     size = options.hybrid_schedule_window
     order = Window(size) if options.hybrid_schedule is Schedule.WINDOW else Car(size)
     bound = Bound(options.hybrid_schedule_overtaken, options.hybrid_schedule_seconds)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class FullHits:
-    """The repeated prompts of one cache. most: hidden states that are kept; 0 turns it off."""
+    """The repeated prompts of one cache. most: hidden states that are kept, above 0."""
 
     def __init__(self, cache: HybridRadixCache, most: int) -> None:
         self._cache = cache
@@ -95,8 +95,6 @@ class FullHits:
         what is wanted.
         """
         batch.last_hidden = None
-        if not self._most:
-            return
         found = [self._found.pop(req) for req in batch.reqs]
         states = [state for state in found if state is not None]
         if states:
@@ -128,16 +126,14 @@ class FullHits:
         """The tree was emptied."""
         self._kept.clear()
 
-    def info(self) -> dict[str, int] | None:
-        """For /server_info; None where it is off."""
-        if not self._most:
-            return None
+    def info(self) -> dict[str, int]:
+        """For /server_info."""
         held = sum(kept.nbytes for kept in self._kept.values())
         return {"kept": len(self._kept), "bytes": held, "answered": self.answered}
 
     def _may_be(self, req: Req) -> bool:
         """True if a hidden state says all that `req` wants to know."""
-        return bool(self._most) and not (
+        return not (
             req.output_ids  # it was retracted
             or req.return_hidden_states
             or req.multimodal_inputs is not None

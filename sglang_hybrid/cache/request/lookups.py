@@ -171,7 +171,7 @@ class LookUps:
 
     def _not_composed(self, req: Req) -> Mapping[str, Any]:
         """Why segments were not put together, as far as their client's server can do something."""
-        known = self._cache.modular.of(req)
+        known = self._cache.composition(req)
         if known is None:
             return {}
         told = {"missing_segments": known.missing, "composes_nothing": known.why_never}

@@ -131,11 +131,6 @@ class ModularPrompts:
         if len(found) == len(req.origin_input_ids):
             self._states.keep(req, node, len(found))
 
-    def composed(self, req: Req) -> int | None:
-        """Tokens of `req` that came from segments; None for a request of another kind."""
-        known = self._known.get(req)
-        return None if known is None else known.composed
-
     def of(self, req: Req) -> Composition | None:
         """What is known of `req`; None for a request of another kind."""
         return self._known.get(req)

@@ -13,7 +13,6 @@ import numpy as np
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, UNBOUNDED, CostModel
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.server_settings import Budget, ServedTiers, Serving, Split
-from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.core.traffic.requests import Request, TokenArray
 
 _MOST = (1 << 31) - 1  # of int32
@@ -26,17 +25,6 @@ MOST_REQUESTS: Final = 4_096
 
 FEWEST_REQUESTS: Final = 16
 """The least requests that are replayed."""
-
-
-@dataclass(frozen=True)
-class PolicySwitch:
-    """A decision of the tuner: from the scheduler step with which it arrives, `spec` chooses the
-    victims on every rank.
-    """
-
-    number: int
-    spec: Spec
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

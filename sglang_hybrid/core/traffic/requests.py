@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -144,10 +144,3 @@ def make_request(
         raise ValueError(f"it has {len(tokens):,} tokens; {MOST_TOKENS:,} are the most")
     said = message_starts, reply_start, tenant, hint
     return Request(session, turn, arrival, in_runs(tokens), len(first), *said)
-
-
-def common_prefix(one: npt.NDArray[np.integer[Any]], other: npt.NDArray[np.integer[Any]]) -> int:
-    """The number of tokens that two sequences share from the start."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    return int(differs.argmax()) if differs.any() else length

@@ -6,7 +6,6 @@ from typing import Any
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.serving.host_memory import memory_available, memory_limit
-from sglang_hybrid.serving.model_directory import read_config, weight_bytes
 from sglang_hybrid.serving.startup import StartupError
 
 MEMORY_FRACTION = 0.4
@@ -64,6 +63,8 @@ def packed_limit() -> int:
 
 def model_sizes(model_path: str, dtype: str) -> Sizes | None:
     """Sizes of a model in a local directory; None if it is elsewhere or its config is unknown."""
+    from sglang_hybrid.serving.model_directory import read_config, weight_bytes
+
     directory = Path(model_path).expanduser()
     if not directory.is_dir():
         return None

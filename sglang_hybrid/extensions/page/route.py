@@ -31,10 +31,10 @@ from sglang_hybrid.extensions.page.messages import (
 from sglang_hybrid.extensions.page.watch import MOST_WATCHERS, TooManyWatchers, Watch
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Ui
+from sglang_hybrid.serving.http_tenants import put_tenant
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.errors import Refused
 from sglang_hybrid.serving.stored_keys import stored_under
-from sglang_hybrid.serving.tenants import put_tenant
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

@@ -24,7 +24,6 @@ from sglang_hybrid.extensions.router.choosing import Replicas, divided
 from sglang_hybrid.extensions.router.metrics import shown
 from sglang_hybrid.extensions.router.picker import Picker, serve
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.processes import PR_SET_PDEATHSIG
 from sglang_hybrid.serving.server_process import (
     ServerFailed,
     ServerProcess,
@@ -36,6 +35,7 @@ START_SECONDS: Final = 3_600.0  # in which a server must be healthy
 PAUSE: Final = 10.0  # seconds, at least, between two starts of a server
 LOOK: Final = 1.0  # seconds between two looks at the processes
 STEP: Final = 0.1  # seconds between two looks at the requests that a router waits for
+PR_SET_PDEATHSIG: Final = 1  # of prctl.h
 
 
 def run(

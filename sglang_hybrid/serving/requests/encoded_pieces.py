@@ -28,7 +28,7 @@ from hashlib import blake2b
 from itertools import groupby, pairwise
 from typing import Any, Final, TypeAlias
 
-from sglang_hybrid.serving.tenants import http_owner
+from sglang_hybrid.serving.http_tenants import http_owner
 
 logger = logging.getLogger(__name__)
 

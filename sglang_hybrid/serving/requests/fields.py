@@ -1,75 +1,19 @@
-"""Rules for the values of single fields. Knows nothing of SGLang.
+"""Rules for the values of single fields: numbers in a range, token ids. Knows nothing of SGLang.
 
 Each function raises ValueError with a sentence that names the field, its value and its range.
 """
 
 from __future__ import annotations
 
-import re
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
 from sglang_hybrid.core.sentences import shown
-from sglang_hybrid.serving.requests.bodies import json_shape
-from sglang_hybrid.serving.requests.patterns import check_pattern
-
-MOST_SAMPLES = 1_024
-"""Answers to one prompt (`n`). SGLang copies the prompt that many times before it looks at it."""
-
-MOST_TOP_LOGPROBS = 1_000
-"""Alternatives per token."""
-
-MOST_LOGPROBS = 1 << 22
-"""Log probabilities in one answer. Each takes about 100 bytes in each of three processes."""
-
-LARGEST_BIAS = 10**9
-HIGHEST_TEMPERATURE = 10**6
-"""Larger ones are not finite in float32 when they meet a logit, and then nothing can be drawn."""
-
-LEAST_PENALTY = 1e-3
-"""The least `repetition_penalty`, which logits are divided by: smaller ones make them infinite."""
 
 INT64 = 1 << 63
 INT32 = 1 << 31
-
-RANGES: Mapping[str, tuple[float, float]] = {
-    "n": (1, MOST_SAMPLES),
-    "temperature": (0, HIGHEST_TEMPERATURE),
-    "max_new_tokens": (0, INT64 - 1),
-    "min_new_tokens": (0, INT32 - 1),
-    "top_k": (-1, INT32 - 1),
-    "repetition_penalty": (LEAST_PENALTY, 2),
-    "stream_interval": (1, INT32 - 1),
-}
-"""Bounds of sampling parameters, beside what SGLang itself checks (sampling_params.py, `verify`).
-"""
-
-GRAMMARS = ("json_schema", "structural_tag", "regex", "ebnf")
-"""Sampling parameters that are compiled."""
-
-LONGEST_GRAMMAR = 1 << 17
-MOST_PARTS = 1_000
-"""Characters of a grammar, and objects and lists of one in JSON: 3,000 properties took gigabytes
-and minutes to compile.
-"""
-
-WRITTEN = {"$ref", "format"}
-"""Fields of a JSON schema that its compiler writes into warnings."""
-
-JSON_TEXTS = ("json_schema", "structural_tag")
-"""Sampling parameters that are JSON within a text, which is compiled: the time grows faster than
-the depth."""
-
-LONGEST_NAME = 128
-"""Characters of what becomes part of a file's name."""
-
-_EXPECTED = re.compile(
-    r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`(?: - at `(?P<where>[^`]*)`)?"
-)
 
 
 def within(field: str, value: float, least: float, most: float) -> None:
@@ -85,7 +29,7 @@ def token_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
     try:
         held = array("q", ids)
     except (TypeError, OverflowError):
-        at = next(i for i, token in enumerate(ids) if not _is_int64(token))
+        at = next(i for i, token in enumerate(ids) if not is_int64(token))
     else:
         numbers = np.frombuffer(held, np.int64)
         bad = (numbers < 0) | (numbers >= vocabulary)
@@ -98,140 +42,10 @@ def token_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
     )
 
 
-def logprobs(start: int, top: int, chosen: int, prompt: int, answer: int, vocabulary: int) -> None:
-    """The log probabilities that a request asks for.
-
-    start: `logprob_start_len`. top: `top_logprobs_num`. chosen: how many `token_ids_logprob`.
-    prompt, answer: tokens of the prompt, and of the longest answer.
-    """
-    within("logprob_start_len", start, -1, prompt)
-    within("top_logprobs_num", top, 0, min(MOST_TOP_LOGPROBS, vocabulary))
-    positions = answer + (prompt - start if start >= 0 else 0)
-    asked = positions * (1 + top + chosen)
-    if asked > MOST_LOGPROBS and top + chosen:
-        raise ValueError(
-            f"top_logprobs_num is {top} and token_ids_logprob names {chosen} tokens, which makes "
-            f"up to {asked:,} log probabilities for {positions:,} tokens; at most "
-            f"{MOST_LOGPROBS:,} are given. Ask for fewer, raise logprob_start_len or lower "
-            "max_new_tokens."
-        )
-
-
-def sampling_params(
-    params: Mapping[str, Any],
-    schema: type[msgspec.Struct],
-    internal: frozenset[str],
-    vocabulary: int,
-) -> None:
-    """Sampling parameters have the types of `schema`, whose fields are all that a client may set,
-    and lie in their ranges.
-    """
-    for name in params:
-        if name in internal:
-            raise ValueError(f"sampling_params.{name} is set by the server itself; leave it out.")
-    typed("sampling_params", params, schema)
-    for name, value in params.items():
-        if name in RANGES and value is not None:
-            within(f"sampling_params.{name}", value, *RANGES[name])
-        elif type(value) is int and not -INT64 <= value < INT64:
-            raise ValueError(f"sampling_params.{name} is {shown(value)}; it must fit in 64 bits.")
-    token_ids("sampling_params.stop_token_ids", [*(params.get("stop_token_ids") or ())], vocabulary)
-    for token, bias in (params.get("logit_bias") or {}).items():
-        if not _is_token(token, vocabulary):
-            raise ValueError(
-                f"sampling_params.logit_bias has the key {shown(token)}; its keys are token ids "
-                f"from 0 to {vocabulary - 1}."
-            )
-        if not abs(bias) <= LARGEST_BIAS:
-            within(f"sampling_params.logit_bias[{token!r}]", bias, -LARGEST_BIAS, LARGEST_BIAS)
-    patterns = params.get("stop_regex") or ()
-    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        check_pattern("sampling_params.stop_regex", pattern)
-    for field in GRAMMARS:
-        if text := params.get(field):
-            grammar(field, text)
-
-
-def typed(field: str, value: object, schema: type[msgspec.Struct]) -> None:
-    """`value` is an object with the types of `schema`."""
-    try:
-        msgspec.convert(value, schema)
-    except msgspec.ValidationError as error:
-        raise ValueError(of_types(error, field, value)) from None
-
-
-def grammar(field: str, text: str) -> None:
-    """A grammar that is compiled in the scheduler's process is of a bounded size, and what its
-    compiler may write to the log is printable. Raises ValueError.
-    """
-    if len(text) > LONGEST_GRAMMAR:
-        raise ValueError(
-            f"sampling_params.{field} has {len(text):,} characters; it may have "
-            f"{LONGEST_GRAMMAR:,} at most."
-        )
-    if field not in JSON_TEXTS:
-        return
-    content = text.encode(errors="replace")
-    shape = json_shape(content)
-    shape.check(f"sampling_params.{field}")
-    if shape.containers > MOST_PARTS:
-        raise ValueError(
-            f"sampling_params.{field} has {shape.containers:,} properties, alternatives and lists; "
-            f"it may have {MOST_PARTS:,} at most."
-        )
-    try:
-        todo = [msgspec.json.decode(content)]
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return  # what compiles it says so
-    while todo:
-        part = todo.pop()
-        if isinstance(part, dict):
-            for name in WRITTEN & part.keys():
-                if isinstance(part[name], str) and not part[name].isprintable():
-                    raise ValueError(
-                        f"sampling_params.{field} has {name} {shown(part[name])}; leave out what "
-                        "cannot be printed."
-                    )
-            todo += part.values()
-        elif isinstance(part, list):
-            todo += part
-
-
-def positions(field: str, given: Sequence[int], prompt: int) -> None:
-    """`given` [n > 0] are rising positions in a prompt of so many tokens."""
-    if not given:
-        raise ValueError(f"{field} is empty; leave it out, or give positions in the prompt.")
-    for at, position in enumerate(given):
-        before = given[at - 1] if at else -1
-        if not _is_int64(position) or not before < position < prompt:
-            raise ValueError(
-                f"{field}[{at}] is {shown(position)}; positions must rise and be from 0 to "
-                f"{prompt - 1}."
-            )
-
-
-def of_types(error: msgspec.ValidationError, where: str, value: Any = None) -> str:
-    """A sentence from msgspec's error; `value` is what was converted, at the path `where`."""
-    found = _EXPECTED.match(str(error))
-    if found is None:
-        return f"{where}: {error}."
-    path = (found["where"] or "$").removeprefix("$")
-    name = re.match(r"\.(\w+)", path)
-    shows = ""
-    if name is not None and isinstance(value, Mapping) and name[1] in value:
-        shows = f" is {shown(value[name[1]])}; it"
-    wanted = found["wanted"].replace(" | ", " or ")
-    return f"{where}{path}{shows} must be {wanted}, not {found['got']}."
-
-
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
-def _is_token(text: str, vocabulary: int) -> bool:
-    plain = text.isascii() and text.isdecimal() and len(text) < len(str(INT64))
-    return plain and int(text) < vocabulary
-
-
-def _is_int64(value: object) -> bool:
+def is_int64(value: object) -> bool:
+    """True for a whole number of 64 bits."""
     return isinstance(value, int) and -INT64 <= value < INT64

@@ -19,7 +19,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from starlette.requests import HTTPConnection
 
 from sglang_hybrid.serving.names import check_name
-from sglang_hybrid.serving.tenants import FIELDS, Tenant, current_tenant, tenant, tenant_names
+from sglang_hybrid.serving.tenants import FIELDS, Tenant, tenant, tenant_names
 
 if TYPE_CHECKING:
     import fastapi
@@ -41,6 +41,8 @@ async def open_session(
     """Open a session for the tenant that asks; returns the id that the client knows it by. Raises
     ValueError if the scheduler does not open it.
     """
+    from sglang_hybrid.serving.http_tenants import current_tenant
+
     check_name("session_id", asked.session_id)
     known_as = asked.session_id or uuid.uuid4().hex
     asked.session_id = scheduler_id(known_as, current_tenant())

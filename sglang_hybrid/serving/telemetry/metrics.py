@@ -12,15 +12,16 @@ from sglang_hybrid.core.records.pins import PIN_EVENTS
 from sglang_hybrid.serving.telemetry.metric import Metric, Metrics
 from sglang_hybrid.serving.telemetry.schedule import schedule_metrics
 from sglang_hybrid.serving.telemetry.stats import Missed
-from sglang_hybrid.serving.telemetry.tiers import tier_metrics
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.report import CacheReport
     from sglang_hybrid.core.memory.account import MemoryAccount
     from sglang_hybrid.core.records.pins import Pins
     from sglang_hybrid.core.returns.answer_models import AnswerModels
+    from sglang_hybrid.serving.telemetry.tiers import TierStats
 
 PREFIX = "sglang_hybrid:"
+TIER_PREFIX = PREFIX + "tier_"
 
 TOTALS = {
     "requests": "Requests whose prefill began.",
@@ -45,6 +46,21 @@ TUNER = {
     "regret_tokens": "Tokens that the policy in force missed against the best one.",
 }
 """Counters of the tuner, those that it has."""
+
+TIER_TOTALS = {
+    "written_bytes": "Bytes copied to the host.",
+    "written_states": "States copied to the host.",
+    "not_written": "Nodes that were not worth their copy.",
+    "offloaded": "Nodes that were copied before the device gave them up.",
+    "demoted": "Nodes that the device gave up and the host kept.",
+    "loads": "Transfers from the host.",
+    "loaded_bytes": "Bytes of these transfers.",
+    "load_seconds": "Seconds that these transfers took.",
+    "expected_seconds": "Seconds that they were expected to take.",
+    "loaded_requests": "Requests that resumed from the host.",
+    "failed_loads": "Requests that could not, and computed.",
+}
+"""Counters: attributes of `TierStats`."""
 
 EXPECTED = ("nothing", "unlikely", "possible", "likely")
 """Names of the buckets of `Answer.bucket`."""
@@ -180,6 +196,14 @@ def answer_metrics(models: AnswerModels) -> Iterator[Metric]:
         lambda: models.counts,
         ("part",),
     )
+
+
+def tier_metrics(stats: TierStats) -> Iterator[Metric]:
+    """Metrics of transfers between the device and the host."""
+    for name, about in TIER_TOTALS.items():
+        yield Metric(TIER_PREFIX + name, about, partial(getattr, stats, name))
+    about = "Prompt tokens that were not prefilled."
+    yield Metric(TIER_PREFIX + "hit_tokens", about, lambda: stats.hit_tokens, ("tier",))
 
 
 def pin_metrics(pins: Pins) -> Iterator[Metric]:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from sglang_hybrid.core.tiers.rates import Link
-from sglang_hybrid.serving.telemetry.metric import Metric
-
-PREFIX = "sglang_hybrid:tier_"
 
 
 @dataclass
@@ -62,27 +57,3 @@ class TierStats:
     def as_dict(self) -> dict[str, Any]:
         """For /server_info."""
         return {**vars(self), "written_bytes": self.written_bytes}
-
-
-TOTALS = {
-    "written_bytes": "Bytes copied to the host.",
-    "written_states": "States copied to the host.",
-    "not_written": "Nodes that were not worth their copy.",
-    "offloaded": "Nodes that were copied before the device gave them up.",
-    "demoted": "Nodes that the device gave up and the host kept.",
-    "loads": "Transfers from the host.",
-    "loaded_bytes": "Bytes of these transfers.",
-    "load_seconds": "Seconds that these transfers took.",
-    "expected_seconds": "Seconds that they were expected to take.",
-    "loaded_requests": "Requests that resumed from the host.",
-    "failed_loads": "Requests that could not, and computed.",
-}
-"""Counters: attributes of `TierStats`."""
-
-
-def tier_metrics(stats: TierStats) -> Iterator[Metric]:
-    """Metrics of transfers between the device and the host."""
-    for name, about in TOTALS.items():
-        yield Metric(PREFIX + name, about, partial(getattr, stats, name))
-    about = "Prompt tokens that were not prefilled."
-    yield Metric(PREFIX + "hit_tokens", about, lambda: stats.hit_tokens, ("tier",))

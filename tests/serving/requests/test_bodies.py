@@ -2,17 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
-from fastapi.testclient import TestClient
+from fastapi import Request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hybrid.explain.route import Question
-from sglang_hybrid.serving.requests import long_requests
 from sglang_hybrid.serving.requests.bodies import (
     MOST_CONTAINERS,
     MOST_DEPTH,
@@ -22,7 +19,6 @@ from sglang_hybrid.serving.requests.bodies import (
     may_be_deep,
     read_json,
 )
-from sglang_hybrid.serving.requests.long_requests import LONG, BodyBounds
 
 TEXTS = st.text(alphabet='a"\\[]{}é\n')
 VALUES = st.recursive(
@@ -112,62 +108,3 @@ def test_a_depth_that_ends_in_pythons_limit_is_a_value_error() -> None:
     body = b'{"input_ids": [1], "x": ' + b"[" * 100_000
     with pytest.raises(ValueError, match="nested 100,001 deep"):
         read(body, len(body))
-
-
-MOST = 3 * LONG
-
-
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    """An application that says how many bytes a body had, and whether its request is long."""
-    monkeypatch.setattr(long_requests, "most_body_bytes", lambda: MOST)
-    monkeypatch.setattr(long_requests, "PAUSE", 0)
-    app = FastAPI()
-    app.add_middleware(BodyBounds)
-
-    @app.post("/size")
-    async def size(request: Request) -> dict[str, Any]:
-        body = await request.body()
-        return {"bytes": len(body), "long": long_requests.threads() is not None}
-
-    @app.post("/update_weights_from_tensor")
-    async def weights(request: Request) -> dict[str, Any]:
-        return {"bytes": len(await request.body())}
-
-    with TestClient(app) as client:
-        yield client
-
-
-@pytest.mark.parametrize("size", [0, 1, LONG - 1, LONG, MOST])
-def test_a_body_within_the_bounds_reaches_the_application(client: TestClient, size: int) -> None:
-    answer = client.post("/size", content=b"x" * size).json()
-    assert answer == {"bytes": size, "long": size >= LONG}
-
-
-def test_a_body_in_parts_is_bounded(client: TestClient) -> None:
-    parts = (b"x" * LONG for _ in range(3))
-    assert client.post("/size", content=parts).json() == {"bytes": MOST, "long": True}
-    answer = client.post("/size", content=(b"x" * LONG for _ in range(4)))
-    assert answer.status_code == 413
-    assert f"this server takes {MOST:,} at most" in answer.json()["detail"]
-
-
-def test_a_body_is_refused_by_what_it_announces(client: TestClient) -> None:
-    head = {"content-length": str(MOST + 1)}
-    assert client.post("/size", content=b"", headers=head).status_code == 413
-    assert client.post("/size", content=b"x" * (MOST + 1)).status_code == 413
-
-
-def test_weights_are_not_bounded(client: TestClient) -> None:
-    answer = client.post("/update_weights_from_tensor", content=b"x" * (MOST + 1))
-    assert answer.json() == {"bytes": MOST + 1}
-
-
-@pytest.mark.parametrize("size", [0, LONG])
-def test_a_body_that_is_nested_too_deep_is_refused(client: TestClient, size: int) -> None:
-    body = b"[" * 900 + b" " * size + b"]" * 900
-    answer = client.post("/size", content=body)
-    assert answer.status_code == 400
-    assert answer.json()["detail"].startswith("the body is nested 900 deep; it may be")
-    form = {"content-type": "multipart/form-data; boundary=x"}  # a picture is no JSON
-    assert client.post("/size", content=body, headers=form).json()["bytes"] == len(body)

@@ -27,6 +27,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.extensions.cpu.models.tokenizer import build_tokenizer
+from sglang_hybrid.serving.http_tenants import serve_for
 from sglang_hybrid.serving.requests import encoded_pieces
 from sglang_hybrid.serving.requests.encoded_pieces import (
     ENTRY_BYTES,
@@ -37,7 +38,6 @@ from sglang_hybrid.serving.requests.encoded_pieces import (
     encode_texts,
 )
 from sglang_hybrid.serving.requests.long_requests import in_context
-from sglang_hybrid.serving.tenants import serve_for
 from tests.examples import examples
 
 CORPUS = (

@@ -36,9 +36,11 @@ from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.sampling.sampling_params import SamplingParams
 from starlette.requests import Request
 
+from sglang_hybrid.core.extensions import GUARD, OFF
+from sglang_hybrid.extensions.guard import checks
+from sglang_hybrid.extensions.guard.parameters import MOST_SAMPLES
 from sglang_hybrid.serving.names import LONGEST
-from sglang_hybrid.serving.requests import checks
-from sglang_hybrid.serving.requests.fields import INT64, MOST_SAMPLES
+from sglang_hybrid.serving.requests.fields import INT64
 
 VOCABULARY, WIDTH, CONTEXT = 100, 4, 64
 IDS = [5, 6, 7]
@@ -398,10 +400,15 @@ def test_each_field_has_a_row(kind: type, rows: set[str]) -> None:
 
 
 def test_each_header_of_ours_has_a_row() -> None:
-    from sglang_hybrid.serving import tenants
+    from sglang_hybrid.serving import http_tenants
     from sglang_hybrid.serving.requests import kv_hints
 
-    ours = [tenants.HEADER, kv_hints.SESSION_HEADER, kv_hints.EXACT_HEADER, kv_hints.HINTS_HEADER]
+    ours = [
+        http_tenants.HEADER,
+        kv_hints.SESSION_HEADER,
+        kv_hints.EXACT_HEADER,
+        kv_hints.HINTS_HEADER,
+    ]
     assert {f"X-Hybrid-{name}" for name in ours} == {*HEADERS}
 
 
@@ -584,3 +591,31 @@ def test_a_mask_is_of_tokens_that_are_sampled() -> None:
 def test_what_the_server_makes_is_not_sent_by_a_client(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         sent(GenerateReqInput, {"input_ids": IDS, name: None})
+
+
+OF_THE_CACHE = ("rid", "extra_key", "cache_salt", "kv_hints", "session_id", "lora_path")
+"""Fields that say whose a request is, and what it tells the cache."""
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (place, name)
+        for place in ("generate", "embed")
+        for name, row in TABLES[place].items()
+        if row.who is Who.SERVER or name in OF_THE_CACHE
+    ],
+)
+def test_without_the_guard_the_cache_and_its_tenants_are_as_safe(
+    place: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GUARD, OFF)
+    test_what_a_client_sends(place, name)
+
+
+def test_without_the_guard_other_values_are_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = {"input_ids": [VOCABULARY]}
+    with pytest.raises(ValueError, match="a token id of this model"):
+        sent(GenerateReqInput, unknown)
+    monkeypatch.setenv(GUARD, OFF)
+    assert sent(GenerateReqInput, unknown)

@@ -18,10 +18,15 @@ from sglang_hybrid.core.records.pins import Pins
 from sglang_hybrid.core.returns.answer_models import AnswerModels
 from sglang_hybrid.core.returns.answers import Answer
 from sglang_hybrid.serving.telemetry.metric import Metrics
-from sglang_hybrid.serving.telemetry.metrics import answer_metrics, cache_metrics, memory_metrics
+from sglang_hybrid.serving.telemetry.metrics import (
+    answer_metrics,
+    cache_metrics,
+    memory_metrics,
+    tier_metrics,
+)
 from sglang_hybrid.serving.telemetry.schedule import ScheduleStats, schedule_metrics
 from sglang_hybrid.serving.telemetry.stats import CacheStats, Missed, RequestReport
-from sglang_hybrid.serving.telemetry.tiers import TierStats, tier_metrics
+from sglang_hybrid.serving.telemetry.tiers import TierStats
 
 Shown = dict[str, float]
 KV, STATES = MemoryKind

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.core.records.pin import Priority
 from sglang_hybrid.core.returns import hints
 from sglang_hybrid.extensions.schemas.declared.registry import NoSchema, Registry
@@ -25,10 +26,10 @@ from sglang_hybrid.extensions.schemas.endpoints.residency import residency
 from sglang_hybrid.extensions.schemas.endpoints.server_registry import registry_of
 from sglang_hybrid.extensions.schemas.endpoints.spans import ask_spans
 from sglang_hybrid.extensions.schemas.linter.lint import lint
+from sglang_hybrid.serving.http_tenants import put_tenant
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
-from sglang_hybrid.serving.requests.texts import check_text
-from sglang_hybrid.serving.tenants import Tenant, put_tenant, tenant
+from sglang_hybrid.serving.tenants import Tenant, tenant
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -275,7 +276,8 @@ async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
             raise ValueError(f"{name} is a list; a request with {by} has one prompt.")
     own = tenant(request.extra_key, request.cache_salt)
     text, whole = request.text or "", apart.why_whole(manager)
-    check_text(manager, text)
+    if (texts := guard("texts")) is not None:
+        texts.check_text(manager, text)
     registry = registry_of(manager)
     prompt = read_prompt(asked) if isinstance(asked, str) else asked
     run = in_thread if registry.size(own, prompt.schema) > LONG else in_thread_if_long

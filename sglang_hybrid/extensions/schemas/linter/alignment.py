@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.traffic.requests import TokenArray, common_prefix
+from sglang_hybrid.core.records.edges import common_prefix
+from sglang_hybrid.core.traffic.requests import TokenArray
 
 Hashes = npt.NDArray[np.uint64]
 

@@ -15,7 +15,8 @@ from statistics import median
 
 import numpy as np
 
-from sglang_hybrid.core.traffic.requests import Request, TokenArray, common_prefix
+from sglang_hybrid.core.records.edges import common_prefix
+from sglang_hybrid.core.traffic.requests import Request, TokenArray
 from sglang_hybrid.explain.changing_text import line_of
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PrefillTime
 from sglang_hybrid.extensions.schemas.linter.alignment import RUN, Aligner, Alignment, EqualBlock

@@ -17,6 +17,7 @@ import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.named_files import FileError
+from sglang_hybrid.core.records.edges import common_prefix
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.systems import Spec
@@ -120,7 +121,7 @@ def test_mooncakes_blocks_have_numbers_of_long_traces(tmp_path: Path) -> None:
     ]
     one, other, again = read_trace(write(tmp_path / "trace.jsonl", *lines))
     assert np.array_equal(one.tokens[:1024], again.tokens[:1024])
-    assert requests.common_prefix(one.tokens, other.tokens) == 512
+    assert common_prefix(one.tokens, other.tokens) == 512
 
 
 def conversation(**more: object) -> dict[str, object]:

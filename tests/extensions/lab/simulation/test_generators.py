@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.traffic.requests import common_prefix
+from sglang_hybrid.core.records.edges import common_prefix
 from sglang_hybrid.core.victims.eviction import Lru
 from sglang_hybrid.extensions.lab.simulation.simulator import Simulator, hit_rate
 from sglang_hybrid.extensions.lab.simulation.traces import generators

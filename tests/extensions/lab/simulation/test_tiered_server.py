@@ -107,7 +107,7 @@ PARITY = [
 def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool) -> None:
     pytest.importorskip("sglang")
     from sglang_hybrid.cache.tiers.served_tiers import served_tiers
-    from sglang_hybrid.core.traffic.recorder import PolicySwitch
+    from sglang_hybrid.core.systems import PolicySwitch
     from sglang_hybrid.serving.config import HybridConfig
     from tests.cache.tiers import PollingServer, build_tiered_cache
 
@@ -155,7 +155,7 @@ def test_with_a_codec_the_simulator_hits_and_marks_what_the_server_does(
 ) -> None:
     """More of the smaller copies fit, and the same requests resume from what is not exact."""
     from sglang_hybrid.cache.tiers.served_tiers import served_tiers
-    from sglang_hybrid.core.traffic.recorder import PolicySwitch
+    from sglang_hybrid.core.systems import PolicySwitch
     from sglang_hybrid.serving.config import HybridConfig
     from tests.cache.tiers import PollingServer, build_tiered_cache
 
@@ -203,7 +203,7 @@ def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
     """Not the same: what the server reads from its disk is a new node of its tree."""
     pytest.importorskip("sglang")
     from sglang_hybrid.cache.tiers.served_tiers import served_tiers
-    from sglang_hybrid.core.traffic.recorder import PolicySwitch
+    from sglang_hybrid.core.systems import PolicySwitch
     from sglang_hybrid.extensions.disk import file_backend
     from sglang_hybrid.serving.config import HybridConfig
     from tests.cache.disk import disk_server

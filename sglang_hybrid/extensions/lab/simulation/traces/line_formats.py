@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from sglang_hybrid.core.records.edges import common_prefix
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.traffic.requests import (
     MOST_TOKENS,
@@ -22,7 +23,6 @@ from sglang_hybrid.core.traffic.requests import (
     TokenArray,
     Tokens,
     block_tokens,
-    common_prefix,
     make_request,
 )
 from sglang_hybrid.extensions.lab.simulation.traces.lines import (

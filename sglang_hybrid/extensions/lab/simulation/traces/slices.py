@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.traffic.requests import Request, TokenArray, common_prefix
+from sglang_hybrid.core.records.edges import common_prefix
+from sglang_hybrid.core.traffic.requests import Request, TokenArray
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, Knuth's multiplicative hash
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.core.server_settings import Serving, Split
-from sglang_hybrid.core.traffic.recorder import Finished, PolicySwitch, make_window
+from sglang_hybrid.core.systems import PolicySwitch
+from sglang_hybrid.core.traffic.recorder import Finished, make_window
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import replay
 from sglang_hybrid.extensions.lab.simulation.tuner.tuned import switching
 from sglang_hybrid.extensions.lab.systems import Setting, Spec

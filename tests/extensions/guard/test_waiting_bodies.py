@@ -10,17 +10,18 @@ from unittest.mock import Mock
 import pytest
 from fastapi import HTTPException
 
-from sglang_hybrid.serving.requests import long_requests
-from sglang_hybrid.serving.requests.long_requests import LONG, UNBOUNDED, BodyBounds
+from sglang_hybrid.extensions.guard import body_bounds
+from sglang_hybrid.extensions.guard.body_bounds import UNBOUNDED, BodyBounds
+from sglang_hybrid.serving.requests.long_requests import LONG
 
 Message = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_requests, "PAUSE", 0.0)
-    monkeypatch.setattr(long_requests, "IN_MEMORY", 10 * LONG)
-    monkeypatch.setattr(long_requests, "most_body_bytes", lambda: 20 * LONG)
+    monkeypatch.setattr(body_bounds, "PAUSE", 0.0)
+    monkeypatch.setattr(body_bounds, "IN_MEMORY", 10 * LONG)
+    monkeypatch.setattr(body_bounds, "most_body_bytes", lambda: 20 * LONG)
 
 
 class Client:
@@ -86,7 +87,7 @@ def test_a_body_that_comes_in_parts_is_read_as_one() -> None:
 def test_a_body_that_stalls_is_status_408_and_takes_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(long_requests, "STALLED", 0.02)
+    monkeypatch.setattr(body_bounds, "STALLED", 0.02)
 
     async def story(bounds: BodyBounds) -> None:
         stalled, silent = Client(bounds), Client(bounds)
@@ -103,7 +104,7 @@ def test_a_body_that_stalls_is_status_408_and_takes_no_memory(
 @pytest.mark.parametrize("path", ["/generate", sorted(UNBOUNDED)[0]])
 def test_a_body_that_drips_is_status_408(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights may take as long as they need."""
-    monkeypatch.setattr(long_requests, "WHOLE", 0.05)
+    monkeypatch.setattr(body_bounds, "WHOLE", 0.05)
 
     async def story(bounds: BodyBounds) -> None:
         client = Client(bounds, path)
@@ -186,8 +187,8 @@ def test_the_memory_of_many_bodies_goes_back_once_there_are_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given_back = Mock()
-    monkeypatch.setattr(long_requests, "MUCH", 3 * LONG)
-    monkeypatch.setattr(long_requests, "_give_back_freed_memory", given_back)
+    monkeypatch.setattr(body_bounds, "MUCH", 3 * LONG)
+    monkeypatch.setattr(body_bounds, "_give_back_freed_memory", given_back)
 
     async def story(bounds: BodyBounds) -> None:
         for size, times in ((2 * LONG, 0), (4 * LONG, 1), (LONG, 1)):

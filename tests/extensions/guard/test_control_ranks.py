@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from sglang.srt.managers.io_struct import FlushCacheReqInput, UpdateWeightVersionReqInput
 
+from sglang_hybrid.extensions.guard.control import ControlFailed, dispatch
 from sglang_hybrid.serving.ranks import Ranks
-from sglang_hybrid.serving.requests.control import ControlFailed, dispatch
 from tests.two_ranks import join, on_two_ranks
 
 SECONDS = 2.0

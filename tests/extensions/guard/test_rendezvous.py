@@ -6,9 +6,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from sglang_hybrid.serving.requests import rendezvous
+from sglang_hybrid.extensions.guard import rendezvous
+from sglang_hybrid.extensions.guard.rendezvous import meet_members, wait_for_master
 from sglang_hybrid.serving.requests.errors import Refused
-from sglang_hybrid.serving.requests.rendezvous import meet_members, wait_for_master
 from sglang_hybrid.serving.server_process import free_port
 
 

@@ -3,8 +3,8 @@ nothing behind.
 
 SGLang by itself lets requests go on after SIGTERM for as long as they take, waits for open streams
 after Ctrl-C, and kills itself when one of its processes has died, without a word to the requests
-that run. A hook hands the end of an HTTP server to `end_on_signal`, and patch 0067 has
-`GracefulEnd` see its requests; other ways to serve (gRPC, several tokenizer processes) end as
+that run. A hook hands the end of an HTTP server to `end_on_signal`, and `GracefulEnd` sees its
+requests (serving/routes.py); other ways to serve (gRPC, several tokenizer processes) end as
 SGLang ends them.
 """
 
@@ -28,8 +28,8 @@ from starlette._utils import get_route_path
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 
+from sglang_hybrid.extensions.guard.processes import end_processes, note_shared_memory
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.processes import end_processes, note_shared_memory
 from sglang_hybrid.serving.startup import cannot_start, fail, failure, remove_private_files
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.extensions.cpu.models.tokenizer import SPECIAL_TOKENS, build_tokenizer
-from sglang_hybrid.serving.requests.texts import (
+from sglang_hybrid.extensions.guard.texts import (
     UNKNOWN_BYTES,
     check_text,
     most_text_bytes,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import xgrammar
 
-from sglang_hybrid.serving.requests import checks, fields, grammars
-from sglang_hybrid.serving.requests.grammars import Grammars
-from sglang_hybrid.serving.requests.patterns import (
+from sglang_hybrid.extensions.guard import checks, grammars, parameters
+from sglang_hybrid.extensions.guard.grammars import Grammars
+from sglang_hybrid.extensions.guard.patterns import (
     check_pattern,
     is_found,
     schema_with_escaped_ends,
@@ -59,14 +59,14 @@ def test_a_grammar_is_of_a_bounded_size_and_can_be_printed(
     field: str, text: str, said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        fields.grammar(field, text)
+        parameters.grammar(field, text)
 
 
 def test_usual_grammars_are_taken() -> None:
-    fields.grammar("json_schema", properties(500))
-    fields.grammar("json_schema", json.dumps({"description": "two\nlines", "enum": ["a\tb"]}))
-    fields.grammar("json_schema", "no JSON")
-    fields.grammar("ebnf", 'root ::= "a"\n')
+    parameters.grammar("json_schema", properties(500))
+    parameters.grammar("json_schema", json.dumps({"description": "two\nlines", "enum": ["a\tb"]}))
+    parameters.grammar("json_schema", "no JSON")
+    parameters.grammar("ebnf", 'root ::= "a"\n')
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_usual_grammars_are_taken() -> None:
 def test_a_pattern_may_have_line_ends(pattern: str, text: str) -> None:
     """As Python's `re` reads them; the compiler of grammars takes none between brackets."""
     assert re.fullmatch(pattern, text)
-    fields.grammar("regex", pattern)
+    parameters.grammar("regex", pattern)
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(["a"]))
     escaped = with_escaped_ends(pattern)
     compiled = compiler.compile_regex(escaped)
@@ -100,7 +100,7 @@ def test_patterns_of_schemas_may_have_line_ends() -> None:
         "required": [12345678901234567890123],
     }
     text = json.dumps(schema)
-    fields.grammar("json_schema", text)
+    parameters.grammar("json_schema", text)
     escaped = schema_with_escaped_ends(text)
     assert json.loads(escaped) == {
         **schema,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_hybrid.serving.requests.errors import is_repeated, mistakes_of_types
+from sglang_hybrid.extensions.guard.types_of_bodies import is_repeated, mistakes_of_types
 
 CHAT, GENERATE = TypeAdapter(ChatCompletionRequest), TypeAdapter(GenerateReqInput)
 USER = {"messages": [{"role": "user", "content": "Who?"}]}

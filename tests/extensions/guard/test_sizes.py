@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_hybrid.serving.requests.sizes import (
+from sglang_hybrid.extensions.guard.sizes import (
     LARGEST_EMBEDDING,
     ModelSizes,
     by_position,

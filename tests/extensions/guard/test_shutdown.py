@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sglang_hybrid.serving import shutdown
-from sglang_hybrid.serving.shutdown import MESSAGE, GracefulEnd, _drain, _End, _release
+from sglang_hybrid.extensions.guard import shutdown
+from sglang_hybrid.extensions.guard.shutdown import MESSAGE, GracefulEnd, _drain, _End, _release
 
 SCHEDULERS = "sglang.srt.utils.cudacore_pyspy_dump_utils.collect_scheduler_processes"
 LONG = 60.0

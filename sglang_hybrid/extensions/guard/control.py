@@ -20,8 +20,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_hybrid.serving.requests.errors import Refused
-from sglang_hybrid.serving.requests.failures import (
+from sglang_hybrid.extensions.guard.failures import (
     PROMPTS,
     Failure,
     RanksDiffer,
@@ -29,7 +28,8 @@ from sglang_hybrid.serving.requests.failures import (
     is_answered,
     ranks_of,
 )
-from sglang_hybrid.serving.requests.refusals import REFUSALS, is_released
+from sglang_hybrid.extensions.guard.refusals import REFUSALS, is_released
+from sglang_hybrid.serving.requests.errors import Refused
 
 if TYPE_CHECKING:
     from sglang.srt.managers.communicator import FanOutCommunicator

@@ -32,7 +32,7 @@ from sglang.srt.managers.io_struct import (
 from sglang_hybrid.cache.queue.clock import ClockTick
 from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
 from sglang_hybrid.explain.messages import ExplainReq, ResidencyReq
-from sglang_hybrid.serving.requests.control import ControlFailed, dispatch, handlers
+from sglang_hybrid.extensions.guard.control import ControlFailed, dispatch, handlers
 from sglang_hybrid.serving.requests.errors import Refused
 from tests.messages import generation
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from sglang.srt.managers.io_struct import ConfigureLoggingReq, ProfileReq
 
+from sglang_hybrid.extensions.guard.folders import PROFILES, check_folders
 from sglang_hybrid.serving.requests.errors import Refused
-from sglang_hybrid.serving.requests.folders import PROFILES, check_folders
 
 
 @pytest.mark.parametrize("field", ["dump_requests_folder", "crash_dump_folder"])

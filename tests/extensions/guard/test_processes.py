@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 from uvicorn._subprocess import subprocess_started
 
-from sglang_hybrid.serving import processes
-from sglang_hybrid.serving.processes import (
+from sglang_hybrid.extensions.guard import processes
+from sglang_hybrid.extensions.guard.processes import (
     SGLANG_PROCESSES,
     ignore_signals_for_the_first_process,
     note_shared_memory,

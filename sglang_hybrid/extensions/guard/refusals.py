@@ -23,9 +23,10 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.extensions.guard.folders import profile_folder
+from sglang_hybrid.extensions.guard.parameters import LONGEST_NAME
 from sglang_hybrid.serving.requests import fields
 from sglang_hybrid.serving.requests.errors import Refused
-from sglang_hybrid.serving.requests.folders import profile_folder
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -102,7 +103,7 @@ def profile(scheduler: Scheduler, request: ProfileReq) -> None:
         _within("start_step", request.start_step, 0, fields.INT64)
     for name in ("profile_id", "profile_prefix"):
         text = getattr(request, name) or ""
-        if "/" in text or "\0" in text or len(text) > fields.LONGEST_NAME:
+        if "/" in text or "\0" in text or len(text) > LONGEST_NAME:
             raise Refused(f"{name} is {shown(text)}; it becomes part of a file's name.")
     directory = request.output_dir or profile_folder()
     try:

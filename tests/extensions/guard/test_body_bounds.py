@@ -1,0 +1,112 @@
+"""Long bodies: bounded, and read one step of the event loop at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.testclient import TestClient
+
+from sglang_hybrid.extensions.guard import body_bounds
+from sglang_hybrid.extensions.guard.body_bounds import BodyBounds, BodyTurns
+from sglang_hybrid.serving.requests import long_requests
+from sglang_hybrid.serving.requests.long_requests import LONG
+
+
+def test_others_run_between_two_long_steps() -> None:
+    seen: list[str] = []
+
+    async def long(turns: BodyTurns, name: str) -> None:
+        await turns.take()
+        seen.append(name)
+        time.sleep(0.01)  # as if a body was parsed
+        seen.append(name)
+
+    async def others() -> None:
+        while seen.count("a") + seen.count("b") + seen.count("c") < 6:
+            seen.append("other")
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        turns = BodyTurns()
+        await asyncio.gather(*(long(turns, name) for name in "abc"), others())
+
+    asyncio.run(run())
+    steps = " ".join(seen).split("a a")[1].split("b b")
+    assert "other" in steps[0]
+    assert "other" in steps[1].split("c c")[0]
+
+
+def test_a_turn_that_nobody_waits_for_any_more_is_given_on() -> None:
+    async def run() -> None:
+        turns = BodyTurns()
+        await turns.take()
+        gone = asyncio.create_task(turns.take())
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait_for(turns.take(), timeout=10)
+
+    asyncio.run(run())
+
+
+MOST = 3 * LONG
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    """An application that says how many bytes a body had, and whether its request is long."""
+    monkeypatch.setattr(body_bounds, "most_body_bytes", lambda: MOST)
+    monkeypatch.setattr(body_bounds, "PAUSE", 0)
+    app = FastAPI()
+    app.add_middleware(BodyBounds)
+
+    @app.post("/size")
+    async def size(request: Request) -> dict[str, Any]:
+        body = await request.body()
+        return {"bytes": len(body), "long": long_requests.threads() is not None}
+
+    @app.post("/update_weights_from_tensor")
+    async def weights(request: Request) -> dict[str, Any]:
+        return {"bytes": len(await request.body())}
+
+    with TestClient(app) as client:
+        yield client
+
+
+@pytest.mark.parametrize("size", [0, 1, LONG - 1, LONG, MOST])
+def test_a_body_within_the_bounds_reaches_the_application(client: TestClient, size: int) -> None:
+    answer = client.post("/size", content=b"x" * size).json()
+    assert answer == {"bytes": size, "long": size >= LONG}
+
+
+def test_a_body_in_parts_is_bounded(client: TestClient) -> None:
+    parts = (b"x" * LONG for _ in range(3))
+    assert client.post("/size", content=parts).json() == {"bytes": MOST, "long": True}
+    answer = client.post("/size", content=(b"x" * LONG for _ in range(4)))
+    assert answer.status_code == 413
+    assert f"this server takes {MOST:,} at most" in answer.json()["detail"]
+
+
+def test_a_body_is_refused_by_what_it_announces(client: TestClient) -> None:
+    head = {"content-length": str(MOST + 1)}
+    assert client.post("/size", content=b"", headers=head).status_code == 413
+    assert client.post("/size", content=b"x" * (MOST + 1)).status_code == 413
+
+
+def test_weights_are_not_bounded(client: TestClient) -> None:
+    answer = client.post("/update_weights_from_tensor", content=b"x" * (MOST + 1))
+    assert answer.json() == {"bytes": MOST + 1}
+
+
+@pytest.mark.parametrize("size", [0, LONG])
+def test_a_body_that_is_nested_too_deep_is_refused(client: TestClient, size: int) -> None:
+    body = b"[" * 900 + b" " * size + b"]" * 900
+    answer = client.post("/size", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("the body is nested 900 deep; it may be")
+    form = {"content-type": "multipart/form-data; boundary=x"}  # a picture is no JSON
+    assert client.post("/size", content=body, headers=form).json()["bytes"] == len(body)
