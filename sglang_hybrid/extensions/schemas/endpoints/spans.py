@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.core.returns.hints import MOST_POSITIONS, SEGMENTS, check_fields
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.extensions.schemas.declared.modular import ModularPrompt, Segment
@@ -24,7 +25,6 @@ from sglang_hybrid.extensions.schemas.endpoints.actions import one_prompt
 from sglang_hybrid.extensions.schemas.endpoints.server_registry import registry_of
 from sglang_hybrid.serving.requests.kv_hints import take
 from sglang_hybrid.serving.requests.long_requests import in_thread_if_long
-from sglang_hybrid.serving.requests.texts import check_text
 from sglang_hybrid.serving.stored_keys import check_key
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ async def ask_spans(manager: TokenizerManager, request: GenerateReqInput) -> boo
     ids = request.input_ids
     if ids is None:
         registry_of(manager)  # raises where there is no tokenizer
-        check_text(manager, request.text)
+        if (texts := guard("texts")) is not None:
+            texts.check_text(manager, request.text)
         tokenized = await in_thread_if_long(manager.tokenizer, request.text or "")
         ids = tokenized["input_ids"]
     spans = read_spans(payload, len(ids))
