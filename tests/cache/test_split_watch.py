@@ -74,7 +74,7 @@ def test_a_better_split_is_advised_in_the_same_memory(caplog: pytest.LogCaptureF
 
 def test_one_memory_is_named_where_it_hits_more() -> None:
     """Beside another split, and alone where running requests leave none."""
-    it, _ = watch(FEW_TOKENS)
+    it, _ = watch(Split(500, FEW_TOKENS.slots))
     feed(it, FIRST)
     assert re.search(r"[\d.]+ % with --hybrid-memory one, where that can be had, in", it.advice)
     held, _ = watch(FEW_TOKENS)
