@@ -37,7 +37,8 @@ def check_prompt(manager: TokenizerManager, ids: Sequence[int], field: str = "in
 
 async def ask_ranks(manager: TokenizerManager, question: BaseReq, kind: Any) -> list[Any]:
     """The answers of all ranks, which are of class `kind`. Questions with answers of one class are
-    asked one after another. Raises `Refused` where a rank failed; without the guard it ends then.
+    asked one after another. Raises `Refused` where a rank failed; without the guard a rank that
+    fails ends the server.
     """
     manager.auto_create_handle_loop()
     answers: list[Any] = await _communicator(manager, kind)(question)

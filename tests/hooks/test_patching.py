@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,25 @@ def test_a_need_that_is_none_is_refused() -> None:
 def test_the_shipped_patches_fit_the_installed_sglang() -> None:
     patching.verify()
     assert patching.load_patches()
+
+
+IMPORT = re.compile(r"\s*from (sglang_hybrid[\w.]*) import (\w+(?: as \w+)?(?:, \w+(?: as \w+)?)*)")
+
+
+def test_what_the_shipped_patches_import_of_ours_is_there() -> None:
+    """Most of it is imported inside functions, which only requests would run."""
+    lines = [
+        change.line
+        for patch in patching.load_patches().values()
+        for one in patch.diffs
+        for change in one.diff.changes
+        if change.new is not None and "from sglang_hybrid" in change.line
+    ]
+    found = list(filter(None, map(IMPORT.fullmatch, lines)))
+    assert len(found) == len(lines) > 50
+    for module, names in (each.groups() for each in found):
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name.split(" ")[0]), (module, name)
 
 
 def test_the_files_are_looked_for_where_python_would_import_them(tmp_path: Path) -> None:

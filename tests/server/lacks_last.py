@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from sglang_hybrid import launch_server
 from sglang_hybrid.extensions.cpu.ops import mamba2
-from sglang_hybrid.extensions.cpu.ops.ssd import ssd_prefill
+from sglang_hybrid.kernels.ssd import ssd_prefill
 
 
 def without_last(*arguments, positions, **more):

@@ -6,7 +6,8 @@ Each function raises ValueError with a sentence that names the field, its value 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -49,3 +50,12 @@ def _number(value: float) -> str:
 def is_int64(value: object) -> bool:
     """True for a whole number of 64 bits."""
     return isinstance(value, int) and -INT64 <= value < INT64
+
+
+def check_single(request: Any, names: Iterable[str], by: str) -> None:
+    """Raise ValueError if one of these fields is a list, as a batch has it. by: what the request
+    has that is for one prompt.
+    """
+    for name in names:
+        if isinstance(getattr(request, name), list):
+            raise ValueError(f"{name} is a list; a request with {by} has one prompt.")

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from sglang_hybrid.extensions.guard import parameters
+from tests.serving.requests.refusals import refused
 
 VOCABULARY = 100
 
@@ -26,14 +27,6 @@ class Params(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_interval: int | None = None
     json_schema: str | None = None
     sampling_seed: int | None = None
-
-
-def refused(check: Any, *arguments: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        check(*arguments)
-    said = str(error.value)
-    assert said.endswith(".") and "\n" not in said and len(said) < 400
-    return said
 
 
 def test_logprobs() -> None:

@@ -7,16 +7,9 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.serving.requests import fields
+from tests.serving.requests.refusals import refused
 
 VOCABULARY = 100
-
-
-def refused(check: Any, *arguments: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        check(*arguments)
-    said = str(error.value)
-    assert said.endswith(".") and "\n" not in said and len(said) < 400
-    return said
 
 
 def test_token_ids_of_the_vocabulary() -> None:

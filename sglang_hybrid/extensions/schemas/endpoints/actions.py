@@ -15,6 +15,7 @@ from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.explain.prompt_route import is_asked_only
 from sglang_hybrid.extensions.schemas.endpoints.chat import prompt_of
 from sglang_hybrid.extensions.schemas.endpoints.prewarm import gone_from, turns_of
+from sglang_hybrid.serving.requests.fields import check_single
 from sglang_hybrid.serving.requests.kv_hints import take
 from sglang_hybrid.serving.tenants import tenant_of_prompt
 
@@ -60,8 +61,7 @@ def prepare_prewarm(request: Any) -> None:
     if payload is None:
         return
     one_prompt(request, PREWARM)
-    if isinstance(request.sampling_params, list):
-        raise ValueError(f"sampling_params is a list; a request with {PREWARM} has one prompt.")
+    check_single(request, ("sampling_params",), PREWARM)
     request.prewarm = Waits(read_rate(payload))
     request.sampling_params = {**(request.sampling_params or {}), "max_new_tokens": 0}
     request.kv_hints = rest

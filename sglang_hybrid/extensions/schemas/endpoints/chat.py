@@ -29,6 +29,7 @@ from sglang_hybrid.extensions.schemas.endpoints import apart
 from sglang_hybrid.extensions.schemas.endpoints.server_registry import registry_of
 from sglang_hybrid.serving.requests.encoded_pieces import Encode
 from sglang_hybrid.serving.requests.errors import mistakes_are_value_errors
+from sglang_hybrid.serving.requests.fields import check_single
 from sglang_hybrid.serving.tenants import tenant
 
 _MARK = f"\ue000{secrets.token_hex(8)}-"
@@ -121,9 +122,7 @@ class _Writer:
     def __init__(self, registry: Registry, request: Any) -> None:
         self.beginning: Beginning | None = None
         self._tokenizer: PromptTokenizer = registry.tokenizer
-        for name in ("extra_key", "cache_salt"):
-            if isinstance(getattr(request, name), list):
-                raise ValueError(f"{name} is a list; a request with prompt_schema has one prompt.")
+        check_single(request, ("extra_key", "cache_salt"), "prompt_schema")
         if request.input_ids is not None:
             raise ValueError("the request has prompt_schema and input_ids; give one of them.")
         own = tenant(request.extra_key, request.cache_salt)

@@ -28,6 +28,7 @@ from sglang_hybrid.extensions.schemas.endpoints.spans import ask_spans
 from sglang_hybrid.extensions.schemas.linter.lint import lint
 from sglang_hybrid.serving.http_tenants import put_tenant
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
+from sglang_hybrid.serving.requests.fields import check_single
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
 from sglang_hybrid.serving.tenants import Tenant, tenant
 
@@ -271,9 +272,7 @@ async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     for name in ("input_ids", "input_embeds"):
         if getattr(request, name) is not None:
             raise ValueError(f"the request has {by} and {name}; give one of them.")
-    for name in ("text", "extra_key", "cache_salt"):
-        if isinstance(getattr(request, name), list):
-            raise ValueError(f"{name} is a list; a request with {by} has one prompt.")
+    check_single(request, ("text", "extra_key", "cache_salt"), by)
     own = tenant(request.extra_key, request.cache_salt)
     text, whole = request.text or "", apart.why_whole(manager)
     if (texts := guard("texts")) is not None:

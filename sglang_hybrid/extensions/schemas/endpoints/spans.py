@@ -23,6 +23,7 @@ from sglang_hybrid.extensions.schemas.declared.registry import modular_answer
 from sglang_hybrid.extensions.schemas.endpoints import apart
 from sglang_hybrid.extensions.schemas.endpoints.actions import one_prompt
 from sglang_hybrid.extensions.schemas.endpoints.server_registry import registry_of
+from sglang_hybrid.serving.requests.fields import check_single
 from sglang_hybrid.serving.requests.kv_hints import take
 from sglang_hybrid.serving.requests.long_requests import in_thread_if_long
 from sglang_hybrid.serving.stored_keys import check_key
@@ -63,9 +64,7 @@ async def ask_spans(manager: TokenizerManager, request: GenerateReqInput) -> boo
             raise ValueError(f"the request has {SEGMENTS} and {name}; give one of them.")
     if getattr(request, "expanded", None) is not None or request.contains_mm_input():
         raise ValueError(f"{SEGMENTS} is for prompts of text alone; leave modules and media out.")
-    for name in ("extra_key", "cache_salt", "lora_path"):
-        if isinstance(getattr(request, name), list):
-            raise ValueError(f"{name} is a list; a request with {SEGMENTS} has one prompt.")
+    check_single(request, ("extra_key", "cache_salt", "lora_path"), SEGMENTS)
     ids = request.input_ids
     if ids is None:
         registry_of(manager)  # raises where there is no tokenizer
