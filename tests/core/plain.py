@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Node
-from sglang_hybrid.core.returns.hazards import reuse_class_of
+from sglang_hybrid.core.returns.hazards import BETWEEN, NEVER_REUSED, reuse_class_of
 from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.core.tiers.tier_pool import TierPool
@@ -139,15 +139,16 @@ def reuse_score(facts: Facts, policy: Reuse, tree: NodeTree) -> float:
     """Returns to the node's own place, if it has one, and to the one whose state fell to it."""
     history, node, history_node = policy.history, facts.node, facts.node.history_node
     now, unit = history.time_unit.now(tree.clock), history.time_unit
-    weight = 0.0
-    if history_node is None or history_node.depth - node.depth < history.max_offset:
-        own = reuse_class_of(len(node.children), node.depth, node.turn)
-        age = now - unit.last_used(node)
-        weight += history.index.weight(
-            own if history_node is None else history_node.reuse_class, age
-        )
     used, inherited = node.inherited_demand or (0, None)
-    if inherited is not None and inherited.interval_id >= 0 and used == node.last_used:
+    inherits = inherited is not None and inherited.interval_id >= 0 and used == node.last_used
+    if history_node is None:
+        own = reuse_class_of(len(node.children), node.depth, node.turn)
+    elif history_node.depth - node.depth < history.max_offset:
+        own = history_node.reuse_class
+    else:
+        own = NEVER_REUSED if inherits else BETWEEN + history_node.reuse_class
+    weight = history.index.weight(own, now - unit.last_used(node))
+    if inherited is not None and inherits:
         weight += history.index.weight(
             inherited.reuse_class, now - history.index.since(inherited.interval_id)
         )

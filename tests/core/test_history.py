@@ -367,6 +367,34 @@ def test_a_match_of_a_tree_that_was_forgotten_since_is_not_taken_up() -> None:
     assert history_path.nodes == all_nodes(history, "a")
 
 
+@pytest.mark.parametrize(
+    "then, expected",
+    [
+        (100, (0, False)),  # goes on behind the answer
+        (60, (0, True)),  # leaves the answer's way
+        (10, None),  # has too little of it
+        (40, (1, False)),  # leaves where another one did
+    ],
+)
+def test_where_a_prompt_leaves_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, then: int, expected: tuple[int, bool] | None
+) -> None:
+    """After a sequence of 100 tokens, another one that has 40 of them where `then` is 40."""
+    seen: list[tuple[int, bool]] = []
+    history, clock = History(TimeUnit.REQUESTS), Clock()
+
+    def on_departure(branches: int, *, between: bool) -> None:
+        seen.append((min(branches, 1), between))
+
+    known = np.arange(100)
+    history.observe(known, 90, clock)
+    if then == 40:
+        history.observe(np.concatenate([known[:40], 500 + np.arange(60)]), 90, clock)
+    monkeypatch.setattr(history.index, "on_departure", on_departure)
+    history.observe(np.concatenate([known[:then], 1_000 + np.arange(60)]), then + 50, clock)
+    assert seen == ([] if expected is None else [expected])
+
+
 def test_a_page_is_within_reach() -> None:
     """A checkpoint rounded down to its page still stands for the place below it."""
     assert History().max_offset == 16

@@ -24,7 +24,9 @@ SHAPE: Final = (3, 12, ANSWERS, 9, 7)
 CHILDREN, DEPTHS, _, INTERVAL_BUCKETS, TURNS = SHAPE
 CLASSES: Final = CHILDREN * DEPTHS * ANSWERS * INTERVAL_BUCKETS * TURNS
 PER_ANSWER: Final = INTERVAL_BUCKETS * TURNS
+PER_CHILDREN: Final = CLASSES // CHILDREN
 NEVER_REUSED: Final = CLASSES  # the class of what is never resumed
+BETWEEN: Final = CLASSES + 1  # plus a class: that of positions on the way to such a one
 UNSEEN: Final = -1  # the number of a class that had no position yet
 
 

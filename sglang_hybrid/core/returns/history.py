@@ -37,6 +37,7 @@ from sglang_hybrid.core.returns.history_tree import (
     HistoryTree,
     fingerprint_tokens,
     longest_start,
+    part,
 )
 from sglang_hybrid.core.returns.reuse import LearntClasses, ReuseIndex
 
@@ -227,6 +228,7 @@ class History:
         interval_bucket = self._on_return(found.reused, answer, now)
         ends = {start for start in boundaries if 0 < start < len(ids)}
         ends |= {found.branch, len(ids)} - {0}
+        self._on_departure(tree, fingerprints, path, found.known_len)
         held = tree.held_bytes
         nodes = tree.insert(fingerprints, path, matched, ends)
         for node in nodes:
@@ -270,6 +272,20 @@ class History:
         path, matched = tree.walk(fingerprints, known)
         found = match or self._as_match(tree, path, matched, fingerprints, input_len)
         return found, fingerprints, path, matched
+
+    def _on_departure(
+        self, tree: HistoryTree, fingerprints: bytes, path: list[HistoryNode], known_len: int
+    ) -> None:
+        """A prompt leaves `tree` behind `known_len` tokens: at the last node of `path` that it
+        passes, or on the way to the next one.
+        """
+        passed = [node for node in path if node.depth <= known_len]
+        last = passed[-1] if passed else tree.root
+        if known_len - last.depth >= self.min_branch_tokens:
+            below = last.children[part(fingerprints, last.depth, last.depth + 1)]
+            self.index.on_departure(below.branches, between=True)
+        elif passed:
+            self.index.on_departure(last.branches, between=False)
 
     def _learn_from_answer(
         self,

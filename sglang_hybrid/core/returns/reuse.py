@@ -14,6 +14,7 @@ better, the traffic of that class has changed, and the long one starts over from
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -24,11 +25,14 @@ from typing import Final
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import FloatArray, IntArray
+from sglang_hybrid.core.returns.departures import Departures
 from sglang_hybrid.core.returns.hazards import (
+    BETWEEN,
     BINS,
     CLASSES,
     INTERVAL_BUCKETS,
     NEVER_REUSED,
+    PER_CHILDREN,
     UNSEEN,
     ReturnEstimate,
     SeenClasses,
@@ -63,6 +67,9 @@ class ReuseIndex:
     """Intervals in, weights out. Times are whatever the caller counts in; `unit` scales the
     youngest age bin: a power of two, so that an age's bin is its exponent.
 
+    A position on the way to another one, `between` them, has no intervals. Its weight is that of
+    the other one, times the requests that leave on such a way for each one that leaves at its end.
+
     Memory: 40 bytes per open interval, 1.2 KB per class that was seen, and half a megabyte; while a
     table is made, about as much again.
     """
@@ -88,6 +95,8 @@ class ReuseIndex:
         self._began = 0.0
         no_hazard, one_row = np.zeros((1, BINS)), np.zeros(CLASSES, dtype=np.int64)
         self._estimate = ReturnEstimate(no_hazard, one_row, self._edges)
+        self._departures = Departures()
+        self._shares = np.zeros(2)
         self._observed = 0
         self._rebuild_at = 1
         self._work: Iterator[float] | None = None  # what is left of the rebuilding under way
@@ -134,6 +143,12 @@ class ReuseIndex:
     def since(self, interval_id: int) -> float:
         """The time at which the present interval began."""
         return self._since[interval_id]
+
+    def on_departure(self, branches: int, *, between: bool) -> None:
+        """A request left what was known at a position with so many children, or (`between`) on the
+        way to it. Weights follow at the next rebuilding.
+        """
+        self._departures.add(branches, between=between)
 
     def interval_bucket(self, interval: float) -> int:
         """The bucket of an interval: 1 .. INTERVAL_BUCKETS - 1, the shortest first; 0 is none."""
@@ -226,6 +241,7 @@ class ReuseIndex:
             yield from estimate.make_rates()
         self._news.expect(known, tree.own, estimates)
         self._estimate = estimate
+        self._shares = np.array(self._departures.shares())
         self.version += 1
 
     def _open(
@@ -281,24 +297,41 @@ class ReuseIndex:
 
     def weight_until(self, reuse_class: int, age: float) -> tuple[float, float]:
         """`weights` for one position."""
-        return self._estimate.rate_until(reuse_class, self._bin(age))
+        reuse_class, share = self._known(reuse_class)
+        rate, until = self._estimate.rate_until(reuse_class, self._bin(age))
+        return (share * rate, until) if share else (0.0, math.inf)
+
+    def _known(self, reuse_class: int) -> tuple[int, float]:
+        """A class that has intervals, and the share of its weight that `reuse_class` has."""
+        if reuse_class < BETWEEN:
+            return reuse_class, 1.0
+        known = reuse_class - BETWEEN
+        return known, float(self._shares[min(known // PER_CHILDREN, 1)])
 
     def return_probability(self, reuse_class: int, age: float) -> float:
         """Probability that a position of `reuse_class`, last used `age` ago, is resumed at all. No
         return is expected later than the index has watched so far, since it has seen none. During
         the first REBUILD_EVERY requests every position is taken to be resumed.
         """
-        if reuse_class == NEVER_REUSED:
+        reuse_class, share = self._known(reuse_class)
+        if reuse_class == NEVER_REUSED or not share:
             return 0.0
         if not self.version or self._observed < REBUILD_EVERY:
             return 1.0
-        return self._estimate.probability(reuse_class, age, self._now - self._began)
+        returns = self._estimate.probability(reuse_class, age, self._now - self._began)
+        return min(1.0, share * returns)
 
     def weights(self, reuse_classes: IntArray, ages: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Weights [n] of classes [n] at ages [n], and the ages [n] at which each weight expires:
         the end of its bin, or never where they are 0.
         """
-        return self._estimate.rates_until(reuse_classes, self._bins(ages))
+        between = reuse_classes >= BETWEEN
+        if not np.count_nonzero(between):
+            return self._estimate.rates_until(reuse_classes, self._bins(ages))
+        known = np.where(between, reuse_classes - BETWEEN, reuse_classes)
+        shares = np.where(between, self._shares.take(np.minimum(known // PER_CHILDREN, 1)), 1.0)
+        rates, ends = self._estimate.rates_until(known, self._bins(ages))
+        return rates * shares, np.where(shares > 0, ends, np.inf)
 
     def _bin(self, age: float) -> int:
         return bisect_right(self._cut_list, age)
