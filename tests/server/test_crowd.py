@@ -13,7 +13,7 @@ import pytest
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import Serve, ask, cached, hybrid_cache, logprobs, metric, said, same
 from tests.server.crowd import Crowd
-from tests.server.one_memory import ONE_MEMORY, TWO_POOLS, all_is_free
+from tests.server.one_memory import ONE_MEMORY, SPILLS, TWO_POOLS, all_is_free
 from tests.server.soak import Watched
 from tests.server.test_soak import CHECKED, CODED, answers_stand, emptied
 
@@ -71,13 +71,20 @@ def test_a_crowd(configuration: str, serve: Serve, seed: int, tmp_path: Path) ->
         assert said(server)
 
 
-CODED_FLAGS = (*FLAGS[: FLAGS.index("--enable-hierarchical-cache")], *CODED)
+BARE = FLAGS[: FLAGS.index("--enable-hierarchical-cache")]
+ALONE = {
+    "coded, two pools": (*CODED, *TWO_POOLS),
+    "coded, one memory": (*CODED, *ONE_MEMORY),
+    "spilled states": SPILLS,
+}
 
 
-@pytest.mark.parametrize("memory", [TWO_POOLS, ONE_MEMORY], ids=["two pools", "one memory"])
-def test_a_crowd_on_coded_entries(serve: Serve, memory: tuple[str, ...], seed: int) -> None:
-    """All that a crowd does, and the end in its middle, where entries are coded on the device."""
-    flags, environment = (*CODED_FLAGS, *memory), WITHOUT_RETRACTIONS
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_crowd_on_a_device_alone(serve: Serve, kind: str, seed: int) -> None:
+    """All that a crowd does, and the end in its middle, where entries are coded on the device, or
+    states lie in the place of KV.
+    """
+    flags, environment = (*BARE, *ALONE[kind]), WITHOUT_RETRACTIONS
     with serve(*flags, module="tests.server.checked", environment=environment) as server:
         crowd = Crowd(server.url, seed)
         asyncio.run(crowd.stay(SECONDS))
@@ -89,8 +96,12 @@ def test_a_crowd_on_coded_entries(serve: Serve, memory: tuple[str, ...], seed: i
             seen[name] for name in COUNTS
         ]
         assert all_is_free(seen, SLOTS)
-        assert seen["coded"]["decoded"].keys() == {"kv", "states"}
-        assert not any(seen["coded"]["now"].values())
+        if kind == "spilled states":
+            spilled = seen["spilled"]
+            assert spilled["spilled"] and spilled["fetched"] and not spilled["now"]
+        else:
+            assert seen["coded"]["decoded"].keys() == {"kv", "states"}
+            assert not any(seen["coded"]["now"].values())
         ends_in_the_middle(server, seed)
 
 
