@@ -3,6 +3,7 @@
 #
 #   scripts/gpu_check.sh                 everything, in at most nine minutes; a table at the end
 #   scripts/gpu_check.sh --only kernels  one of its steps
+#   scripts/gpu_check.sh --paired        SGLang's own cache and ours by turns, as long
 #   scripts/gpu_check.sh --rehearse      the same steps on the CPU, to try the script itself
 #
 # Exit status: 0 all is well, 1 something is wrong, 2 nothing was checked. Needs torch with CUDA and

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scripts.gpu_check.findings import Finding
 from scripts.gpu_check.stand_ins import environment_with
-from scripts.gpu_check.steps import Step, new_logs, run_all, table
+from scripts.gpu_check.steps import QUESTIONS, Step, new_logs, run_all, table
 from scripts.gpu_check.verdict import decide
 
 MINUTES = 8.8
@@ -113,6 +113,16 @@ def steps_of_one_memory(*, gpu: bool) -> list[Step]:
     ]
 
 
+def steps_beside_sglang(*, gpu: bool) -> list[Step]:
+    """The paired run, on the CPU where there is no GPU."""
+    options = [] if gpu else ["--cpu"]
+    options += ["--stand-ins"] if gpu and not complete() else []
+    return [
+        Step(name, module("paired", "--only", name, *options), 230 if gpu else 500)
+        for name in QUESTIONS
+    ]
+
+
 def steps_in_rehearsal() -> list[Step]:
     """The same without a GPU: kernels in Triton's interpreter, a server on the CPU."""
     return [
@@ -148,6 +158,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--one-memory", action="store_true", help="whether KV and states may share it by default"
     )
+    parser.add_argument(
+        "--paired", action="store_true", help="SGLang's own cache and ours, by turns"
+    )
     parser.add_argument("--only", nargs="+", metavar="STEP", help="some of the steps")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="default: %(default)s")
     options = parser.parse_args(arguments)
@@ -162,6 +175,8 @@ def main(arguments: Sequence[str]) -> int:
     steps = steps_in_rehearsal() if options.rehearse else steps_on_a_gpu()
     if options.one_memory:
         steps = steps_of_one_memory(gpu=not options.rehearse)
+    if options.paired:
+        steps = steps_beside_sglang(gpu=not options.rehearse)
     unknown = {*(options.only or ())} - {step.name for step in steps}
     if unknown:
         known = "; ".join(step.name for step in steps)

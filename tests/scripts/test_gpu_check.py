@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import requests
 import torch
 
 from scripts.gpu_check import __main__ as gpu_check
-from scripts.gpu_check import decode_steps, models, portable, stand_ins, steps, verdict
+from scripts.gpu_check import decode_steps, models, paired, portable, stand_ins, steps, verdict
 from scripts.gpu_check.findings import Finding, told
 from scripts.gpu_check.steps import Step
 from sglang_hybrid.serving.gpu_verdict import Row, read_verdicts
@@ -431,6 +432,24 @@ def test_a_server_is_checked_in_a_rehearsal() -> None:
         if finding.what in hits:
             kind = finding.what.removeprefix("hit: ")
             assert finding.ok and f"({kind})" in finding.found
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_decode_steps_of_both_caches_are_compared_in_a_rehearsal() -> None:
+    found = findings("-m", "scripts.gpu_check.paired", "--cpu", "--only", "decode")
+    assert [finding.what for finding in found] == ["step of 4, SGLang", "step of 4, ours"]
+    assert all(re.search(r"[1-9]\d*\.\d\d ms .* busy [1-9]", finding.found) for finding in found)
+
+
+def test_another_server_begins_each_round() -> None:
+    assert [*paired.by_turns(3)] == [0, 1, 2, 1, 2, 0]
+
+
+def test_the_paired_run_asks_a_question_a_step() -> None:
+    steps = gpu_check.steps_beside_sglang(gpu=True)
+    assert [step.name for step in steps] == ["traffic", "decode", "copies"]
+    assert sum(step.seconds for step in steps[:2]) <= 60 * gpu_check.MINUTES
 
 
 @pytest.mark.parametrize(
