@@ -68,15 +68,16 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         of_flags = why_no_full_hits(context.server_args, context.params)
         without_full_hits = prefills_are_split or unplanned or windows or of_flags
 
+    tiers = bool(context.server_args.enable_hierarchical_cache)
+
     def build(params: CacheInitParams) -> HybridRadixCache:
-        return HybridRadixCache(
+        return cache_class(tiers=tiers)(
             params,
             options,
             cost,
             message_boundaries,
             one_pass=split is None,
             unplanned=unplanned,
-            tiers=bool(context.server_args.enable_hierarchical_cache),
             full_hits=full_hits and not without_full_hits,
             states_arrive=receives_states(context.server_args),
             spills=states_spill(context.server_args),
@@ -102,6 +103,15 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     for line in cache.report.advice if _rank() == 0 else ():
         logger.warning("sglang_hybrid: %s", line)
     return cache
+
+
+def cache_class(*, tiers: bool) -> type[HybridRadixCache]:
+    """The class of a cache with memory below the device, or without."""
+    if not tiers:
+        return HybridRadixCache
+    from sglang_hybrid.cache.host_tier import HostTierCache
+
+    return HostTierCache
 
 
 def _codecs(options: HybridConfig, context: TreeCacheBuildContext) -> tuple[CodecPlan, CodecPlan]:

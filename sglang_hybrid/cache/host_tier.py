@@ -13,8 +13,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache.memory.one_memory import OneMemoryCache
-from sglang_hybrid.cache.tiers.inexact import ExactPartsCache
+from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.cache.tiers.served_tiers import disk_of
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.serving.device_streams import host_is_device, order_behind
@@ -24,34 +23,19 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-    from sglang_hybrid.cache.planning import PrefillPlans
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
-    from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
     from sglang_hybrid.cache.tiers.background_copies import Offload
-    from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
-    from sglang_hybrid.cache.tiers.request_loads import WayChooser
-    from sglang_hybrid.core.costs.cost import CostModel
-    from sglang_hybrid.extensions.disk.learning import Learning
-    from sglang_hybrid.serving.telemetry.tiers import TierStats
 
 
-class HostTierCache(OneMemoryCache, ExactPartsCache):
-    """Copies on the host, by value. Without HiCache, or without a shadow tree, it is SGLang's own.
+class HostTierCache(HybridRadixCache):
+    """Our cache with copies on the host, by value. Without a shadow tree they are SGLang's own.
 
-    ways: chooses what a request loads; None without tiers. speeds: of prefills and transfers.
-    offload: copies in the background, None without tiers.
+    offload: copies in the background, None without a shadow tree.
     """
 
-    cost: CostModel
-    shadow_tree: Any  # a TieredShadowTree where there are tiers
-    slots: PoolStateSlots
-    speeds: MeasuredSpeeds
-    ways: WayChooser | None = None
-    tier_stats: TierStats
+    has_tiers = True
+    shadow_tree: Any  # a TieredShadowTree, or None
     offload: Offload | None = None
-    forward_stream: Any = None  # that of the forwards on a GPU, if they have one of their own
-    learning: Learning | None
-    plans: PrefillPlans
     _held_on_host: dict[int, DecLockRefParams]  # locks of copies that arrive after an eviction
 
     def _reset_full(self) -> None:
@@ -59,11 +43,6 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         self._held_on_host = {}
 
     def start_tiers(self, schedule: ServedQueue | None, watermark: float) -> None:
-        """Decide about copies and loads from now on, if there is memory below the device.
-
-        schedule: the queue whose loads begin ahead of their turn. watermark: up to which share of
-        the device's memory nothing is copied in the background.
-        """
         if self.shadow_tree is None or not self.shadow_tree.follows_copies or self.disable:
             return
         from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads

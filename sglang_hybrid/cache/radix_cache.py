@@ -9,14 +9,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_hybrid.cache.endings import Endings
-from sglang_hybrid.cache.host_tier import HostTierCache
+from sglang_hybrid.cache.memory.one_memory import OneMemoryCache
 from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.planning import PrefillPlans
 from sglang_hybrid.cache.prefill_adder import adder_class
@@ -24,6 +24,7 @@ from sglang_hybrid.cache.publishing import Publisher
 from sglang_hybrid.cache.report import CacheReport
 from sglang_hybrid.cache.resumable import ResumableView
 from sglang_hybrid.cache.step_messages import StepMessages
+from sglang_hybrid.cache.tiers.inexact import ExactPartsCache
 from sglang_hybrid.cache.tree.components import kept_components, with_our_components
 from sglang_hybrid.cache.tuning import make_tuning
 from sglang_hybrid.core.extensions import extension
@@ -39,9 +40,11 @@ if TYPE_CHECKING:
         MatchResult,
     )
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.request.segments import Composition, ModularPrompts
+    from sglang_hybrid.cache.tiers.request_loads import WayChooser
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.extensions.page.view import PageView
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class HybridRadixCache(HostTierCache):
+class HybridRadixCache(OneMemoryCache, ExactPartsCache):
     """SGLang's tree and pools with our choice of victims, admission and reports.
 
     Under `--hybrid-eviction sglang-lru` SGLang's own order decides and there is no shadow tree.
@@ -63,7 +66,6 @@ class HybridRadixCache(HostTierCache):
         unplanned: why states are taken where SGLang tracks them, as with "speculative decoding"; ""
             where we say where.
         full_hits: prompts that were asked before are answered without a forward.
-        tiers: there is host memory below the device, whose copies are chosen by value.
         states_arrive: each request brings its state from a prefill server: the tree keeps KV only.
         spills: states without a slot may lie in the place of KV, if the pools allow it.
         rank: which of several caches with requests of their own this is; None if another rank
@@ -71,6 +73,13 @@ class HybridRadixCache(HostTierCache):
         priority_sign: times a request's priority gives a number that is smaller for those that run
             first; None where SGLang's priorities are off.
     """
+
+    has_tiers: ClassVar = False
+    """There is host memory below the device, whose copies are chosen by value (`HostTierCache`)."""
+    ways: WayChooser | None = None
+    """What a request loads from below the device; None where there is nothing."""
+    forward_stream: Any = None
+    """That of the forwards on a GPU, if they have one of their own."""
 
     def __init__(
         self,
@@ -81,7 +90,6 @@ class HybridRadixCache(HostTierCache):
         *,
         one_pass: bool = True,
         unplanned: str = "",
-        tiers: bool = False,
         full_hits: bool = False,
         states_arrive: bool = False,
         spills: bool = False,
@@ -99,7 +107,7 @@ class HybridRadixCache(HostTierCache):
             cost,
             one_pass=one_pass,
             plans=not unplanned,
-            tiers=tiers,
+            tiers=self.has_tiers,
             full_hits=full_hits,
             spills=spills,
         )
@@ -302,6 +310,25 @@ class HybridRadixCache(HostTierCache):
     def supports_mamba(self) -> bool:
         """True if requests hold states, as SGLang asks."""
         return self._only_requests_hold_states or bool(self.is_mamba_enabled)
+
+    # Memory below the device (cache/host_tier.py)
+
+    def start_tiers(self, schedule: ServedQueue | None, watermark: float) -> None:
+        """Decide about copies and loads from now on, if there is memory below the device.
+
+        schedule: the queue whose loads begin ahead of their turn. watermark: up to which share of
+        the device's memory nothing is copied in the background.
+        """
+
+    def copy_before_eviction(self, node: UnifiedTreeNode) -> None:
+        """The device is about to give `node` up."""
+
+    def order_behind_loads(self) -> None:
+        """Let what the current stream is given from now on begin after the loads under way."""
+
+    def tiers_info(self) -> dict[str, Any] | None:
+        """The contents of each tier and the transfers between them; None without tiers."""
+        return None
 
     # The whole tree
 

@@ -44,7 +44,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sglang_hybrid.cache.radix_cache import HybridRadixCache
+from sglang_hybrid.cache.factory import cache_class
 from sglang_hybrid.checkpoints.last_hidden import Wanted
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.costs.cost import CostModel
@@ -218,14 +218,13 @@ def build_cache(
     if options is None:
         cache = UnifiedRadixCache(params)
     else:
-        cache = HybridRadixCache(
+        cache = cache_class(tiers=tiers)(
             params,
             options,
             cost,
             message_boundaries=message_boundaries,
             one_pass=one_pass,
             unplanned=unplanned,
-            tiers=tiers,
             full_hits=full_hits,
             states_arrive=states_arrive,
             spills=sizes.spills,

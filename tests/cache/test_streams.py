@@ -83,7 +83,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, writes: str, **more: Any) -> Preten
     with gpu.watching():
         at = pretended_server(gpu, SIZES, options("reuse"), 16, policy=writes, **more)
         gpu.waits.clear()  # of the start
-        serve_at_random(at, 0, 25)
+        serve_at_random(at, 0, 40)
         settle(at)
     return at
 

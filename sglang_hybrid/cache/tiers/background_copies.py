@@ -8,7 +8,7 @@ from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.core.victims.pool import Scarce
 
 if TYPE_CHECKING:
-    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+    from sglang_hybrid.cache.host_tier import HostTierCache
 
 OFTEN = 8
 """The number of times that the next victims are looked for while requests fill the memory above the
@@ -24,7 +24,7 @@ class Offload:
     watermark: 0 to 1; at 1 nothing is copied here, and the write policy alone says when.
     """
 
-    def __init__(self, cache: HybridRadixCache, watermark: float) -> None:
+    def __init__(self, cache: HostTierCache, watermark: float) -> None:
         self._cache = cache
         self._watermark = watermark
         self._looked: tuple[float, int] | None = None  # time and bytes in use when all was copied
