@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Serving, Split
+from sglang_hybrid.core.systems import ORACLES
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.core.victims.eviction import POLICIES
 from sglang_hybrid.extensions.lab.simulation.baselines import ServedClairvoyant
@@ -22,7 +23,8 @@ from sglang_hybrid.extensions.lab.systems import Setting, Spec
 from tests.extensions.lab.simulation.interleaved import interleaved
 
 PAPER = CostModel.paper_7b()
-SYSTEMS = [*POLICIES, "density", "clairvoyant", "unbounded"]
+TOLD = [*ORACLES, "cachescout", "pbkv", "cachewise"]
+SYSTEMS = [*POLICIES, "density", *TOLD, "unbounded"]
 ROOMY = Split(10_000, 50)
 
 
