@@ -65,6 +65,14 @@ def seen(knowledge: AgentKnowledge, *requests: Request) -> None:
         knowledge.on_path(one, [])
 
 
+def test_a_request_counts_once_however_often_it_is_told_of() -> None:
+    knowledge = Transitions()
+    one, other = request("planner"), request("planner", turns=2)
+    for each in (one, one, other, one):
+        seen(knowledge, each)
+    assert knowledge.tick == 3, "the last one is taken for a new one"
+
+
 # CacheScout.
 
 
