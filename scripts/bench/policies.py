@@ -1,9 +1,9 @@
-"""How much of the distance from LRU to a clairvoyant eviction a policy closes."""
+"""How much of the distance from LRU to what knows the future a policy closes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -14,14 +14,17 @@ from scripts.bench.traces import (
     COST,
     RULES,
     TRACES,
+    WORKFLOWS,
     Folder,
     Row,
     Seeds,
+    generate_workflows,
     read_agents,
     read_and_generate,
     read_or_generate,
 )
 from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.systems import ORACLES
 from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
 from sglang_hybrid.extensions.lab.simulation.device_codec import NUMBER_BYTES
 from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import CopyCodec, TierBudgets
@@ -35,10 +38,10 @@ RECURRENT_LAYERS = {HALVED: 6}
 """For each attention layer; 3 in other models. vLLM's pages are of one size for both."""
 
 AGENTS_POLICIES = {
-    "one": ("lru", "reuse", "clairvoyant", "density"),
+    "one": ("lru", "reuse", *ORACLES, "density", "cachescout", "pbkv", "cachewise"),
     "served": ("sglang-lru", "reuse", "sglang", "vllm", "tensorrt-llm"),
 }
-BELOW_POLICIES = ("hicache", "reuse", "unbounded")
+BELOW_POLICIES = ("hicache", "lmcache", "reuse", "unbounded")
 """What agents' conversations are replayed with: by rules, and with tiers below the device."""
 
 CODECS = tuple(codec.value for codec in NUMBER_BYTES)
@@ -48,6 +51,11 @@ CODED_RULES = ("one", "served")
 
 CLAIRVOYANT = Spec("clairvoyant")
 UNBOUNDED = Spec("unbounded")
+
+
+def best(rates: Iterable[tuple[float, str]]) -> tuple[float, str]:
+    """The highest rate and whose it is, the first of equals."""
+    return max(rates, key=lambda rate: rate[0])
 
 
 def lru(rules: str) -> Spec:
@@ -83,15 +91,19 @@ class Bench:
             self._known[key] = self.runner.run(job)
         return self._known[key]
 
-    def limits(self, row: Row, rules: str) -> tuple[float, float]:
-        """LRU's hit rate, SGLang's own where two pools are served, and the clairvoyant one."""
-        return self.hit_rate(lru(rules), row, rules), self.hit_rate(CLAIRVOYANT, row, rules)
+    def low(self, row: Row, rules: str) -> float:
+        """LRU's hit rate, SGLang's own where two pools are served."""
+        return self.hit_rate(lru(rules), row, rules)
+
+    def upper(self, row: Row, rules: str) -> tuple[float, str]:
+        """The best hit rate of those that know the future, and whose it is."""
+        return best((self.hit_rate(Spec(name), row, rules), name) for name in ORACLES)
 
     def closed(self, spec: Spec, row: Row, rules: str, gap: str | None = None) -> float | None:
         """Percent of the distance that `spec` closes; None where it is below a point. gap: the
         rules that the distance is measured by, the same by default.
         """
-        low, high = self.limits(row, gap or rules)
+        low, (high, _) = self.low(row, gap or rules), self.upper(row, gap or rules)
         if high - low < 1:
             return None
         return 100 * (self.hit_rate(spec, row, rules) - low) / (high - low)
@@ -108,7 +120,7 @@ def show(bench: Bench, specs: Sequence[Spec], rules: Sequence[str]) -> None:
     heads = []
     for name in rules:
         of_specs = [title for spec in specs for title in (str(spec), "closed")]
-        heads += [f"{TITLES[name]}: {lru(name)}", *of_specs, "clairvoyant"]
+        heads += [f"{TITLES[name]}: {lru(name)}", *of_specs, "upper"]
     table = Table("trace", "GB", *heads)
     for row in bench.rows:
         cells = [cell for name in rules for cell in rates(bench, specs, row, name)]
@@ -125,19 +137,20 @@ def show(bench: Bench, specs: Sequence[Spec], rules: Sequence[str]) -> None:
 
 
 def rates(bench: Bench, specs: Sequence[Spec], row: Row, rules: str) -> list[str]:
-    """LRU's hit rate, that of each policy and what it closes, and the clairvoyant one."""
-    low, high = bench.limits(row, rules)
-    cells = [f"{low:.1f}"]
+    """LRU's hit rate, that of each policy and what it closes, and the best that knows the future,
+    with its name.
+    """
+    (high, name), cells = bench.upper(row, rules), [f"{bench.low(row, rules):.1f}"]
     for spec in specs:
         share = bench.closed(spec, row, rules)
         cells.append(f"{bench.hit_rate(spec, row, rules):.1f}")
         cells.append("" if share is None else f"{share:.0f}")
-    return [*cells, f"{high:.1f}"]
+    return [*cells, f"{high:.1f} {name}"]
 
 
 def conclude(bench: Bench, spec: Spec, rules: str) -> None:
     """Print the worst row against LRU, and what one memory closes of the gap of two pools."""
-    losses = [bench.hit_rate(spec, row, rules) - bench.limits(row, rules)[0] for row in bench.rows]
+    losses = [bench.hit_rate(spec, row, rules) - bench.low(row, rules) for row in bench.rows]
     print(f"{spec}, {TITLES[rules]}: at worst {min(losses):+.2f} points against {lru(rules)}.")
     if rules == "one":
         mean = bench.mean(spec, rules, gap="served")
@@ -194,23 +207,23 @@ def cost_of(model: str) -> CostModel:
     return CostModel.from_config(config.get("text_config", config))
 
 
-def show_agents(
-    runner: Runner, models: Sequence[str], sizes: Sequence[float], workers: int
-) -> None:
-    """Print a row per model and size of the device: what each policy finds, of tokens, and of FLOPs
-    in one memory.
+def show_agents(runner: Runner, rows: Sequence[Row], models: Sequence[str], workers: int) -> None:
+    """Print a row per model, trace and size of the device: what each policy finds, of tokens, and
+    of FLOPs in one memory; what those that know the future find at best, and how much of the
+    distance from LRU to that the index closes in one memory.
     """
-    jobs: dict[tuple[str, float, str, str], Job] = {}
+    jobs: dict[tuple[str, Row, str, str], Job] = {}
     for model in models:
-        for size in sizes:
+        for row in rows:
             for rules, names in AGENTS_POLICIES.items():
                 for name in names:
                     options = f":groups={RECURRENT_LAYERS.get(model, 3)}" if name == "vllm" else ""
-                    spec, budget = Spec.parse(name + options), int(size * 1e9)
-                    job = Job(spec, AGENTS, cost_of(model), budget, serving=RULES[rules])
-                    jobs[model, size, rules, name] = job
+                    spec, budget = Spec.parse(name + options), int(row[1] * 1e9)
+                    job = Job(spec, row[0], cost_of(model), budget, serving=RULES[rules])
+                    jobs[model, row, rules, name] = job
     found = dict(zip(jobs, runner.run_all(list(jobs.values()), workers), strict=True))
     every = [(rules, name) for rules, names in AGENTS_POLICIES.items() for name in names]
+    every = [key for key in every if key[1] not in ORACLES]
     of_one = [(rules, name) for rules, name in every if rules == "one"]
     shown: tuple[tuple[str, list[tuple[str, str]], Callable[[Result], float]], ...] = (
         ("Of the prompts' tokens", every, lambda result: result.hit_rate),
@@ -223,14 +236,17 @@ def show_agents(
     for about, columns, rate in shown:
         print(f"\n{about}:\n")
         heads = [f"{TITLES[rules]}: {name}" for rules, name in columns]
-        table = Table("model", "GB", *heads, "closed", text=1)
+        table = Table("model", "GB", *heads, "one memory: upper", "closed", text=1)
         for model in models:
-            for size in sizes:
-                rates = {key: 100 * rate(found[model, size, *key]) for key in columns}
-                low, mine, high = (rates["one", name] for name in AGENTS_POLICIES["one"][:3])
+            for row in rows:
+                rates = {key: 100 * rate(found[model, row, *key]) for key in columns}
+                high, who = best(
+                    (100 * rate(found[model, row, "one", name]), name) for name in ORACLES
+                )
+                low, mine = rates["one", "lru"], rates["one", "reuse"]
                 closed = "" if high - low < 1 else f"{100 * (mine - low) / (high - low):.0f}"
                 cells = (f"{value:.1f}" for value in rates.values())
-                table.row(model, f"{size:g}", *cells, closed)
+                table.row(model, f"{row[1]:g}", *cells, f"{high:.1f} {who}", closed)
 
 
 def show_below(runner: Runner, sizes: Sequence[float], workers: int) -> None:
@@ -267,13 +283,16 @@ def policies(
         str, "exact beside coded entries, by several models' sizes", one_of(CODECS)
     ] = "",
 ) -> None:
-    """How much of the distance from LRU to a clairvoyant eviction a policy closes.
+    """How much of the distance from LRU to what knows the future a policy closes.
 
     A row per trace and size of the cache, request after request, starting cold, by the paper's
     rules, as served with two pools, and as served with one memory for KV and states. Token hit
-    rates in percent. Rows whose distance is below a point do not count in the mean. With agents
-    also in FLOPs: the last tokens of a long prompt cost a multiple of its first ones. With a device
-    codec, what the first policy finds as it is, and where entries are coded before they are
+    rates in percent. The upper end of the distance is, row by row, the best of three that know the
+    rest of the trace: `clairvoyant` (what is asked for last goes first), `whether` (reuse that
+    knows which positions return) and `when` (reuse that knows when). Rows whose distance is below a
+    point do not count in the mean. With agents also in FLOPs: the last tokens of a long prompt cost
+    a multiple of its first ones; and generated workflows of agents, whose tools have names. With a
+    device codec, what the first policy finds as it is, and where entries are coded before they are
     evicted, on the traces and on generated traffic.
     """
     specs = [Spec.parse(text) for text in policy.split(",")]
@@ -297,7 +316,8 @@ def policies(
         show(Bench(*read_or_generate(traces, generated)), specs, rules)
         return
     runner, rows = read_agents(traces)
-    sizes = [size for _, size in rows]
-    show_agents(runner, agents, sizes, workers)
+    show_agents(runner, rows, agents, workers)
     if AGENTS_MODEL in agents:
-        show_below(runner, sizes, workers)
+        show_below(runner, [size for _, size in rows], workers)
+    print(f"\n## {WORKFLOWS} generated workflows of a planner, coders, a tester and a reviewer")
+    show_agents(*generate_workflows(), agents, workers)

@@ -49,6 +49,10 @@ AGENTS = "agentx_dev"
 AGENT_SIZES = (5, 10, 20, 40)
 """Conversations of agents at their full length, up to 707,000 tokens, and GB for them."""
 
+WORKFLOWS = 40
+WORKFLOW_SIZES = (1, 2, 4, 8)
+"""Generated workflows of agents, and GB for them."""
+
 COST = CostModel.paper_7b()
 RULES = {"paper": None, "served": Serving(), "one": Serving(one_memory=True)}
 """How requests are served in a replay: by the paper's rules, or as a server does."""
@@ -110,6 +114,12 @@ def read_agents(folder: Path) -> tuple[Runner, list[Row]]:
         archive.extractall(unpacked, filter="data")
         found = read_trace(Path(unpacked) / AGENTS, Reading(session_rate=0.01), "blocks")
     return Runner({AGENTS: found}), rows_of({AGENTS: AGENT_SIZES})
+
+
+def generate_workflows() -> tuple[Runner, list[Row]]:
+    """Generated workflows of agents, whose roles and tools have names, and their rows."""
+    made = generate("workflow", traffic("workflow", sessions=WORKFLOWS), seed=0)
+    return Runner({"workflow": made}), rows_of({"workflow": WORKFLOW_SIZES})
 
 
 def read_or_generate(folder: Path, seeds: int | None) -> tuple[Runner, list[Row]]:

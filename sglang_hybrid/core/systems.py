@@ -18,6 +18,11 @@ from sglang_hybrid.core.tiers.rates import Speeds
 from sglang_hybrid.core.victims.eviction import POLICIES, Policy, Reuse, make_policy
 
 HINDSIGHT = "marconi-best"
+"""Marconi at the alpha that finds most."""
+ORACLES = ("clairvoyant", "whether", "when")
+"""Systems that know the rest of the trace."""
+FORESIGHT = "oracle"
+"""The one of ORACLES that finds most."""
 ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
@@ -108,8 +113,8 @@ class Spec:
         name, _, rest = text.partition(":")
         options_by_name = {policy: options_of(make) for policy, make in POLICIES.items()}
         options_by_name |= {known: system.options for known, system in SYSTEMS.items()}
-        if name not in options_by_name and name != HINDSIGHT:
-            there = ", ".join([*(SYSTEMS or POLICIES), HINDSIGHT])
+        if name not in options_by_name and name not in BEST_OF:
+            there = ", ".join([*(SYSTEMS or POLICIES), *BEST_OF])
             raise ValueError(f"unknown policy {name!r}; known are {there}")
         accepted = options_by_name.get(name, ())
         options: list[tuple[str, float]] = []
@@ -149,10 +154,15 @@ class Spec:
         return build(setting, **dict(self.options))
 
     def candidates(self) -> list[Spec]:
-        """Itself, or what the best in hindsight is chosen from."""
-        if self.name != HINDSIGHT:
-            return [self]
-        return [Spec("marconi", (("alpha", alpha),)) for alpha in ALPHAS]
+        """Itself, or the systems that the best is chosen from."""
+        return BEST_OF.get(self.name, [self])
+
+
+BEST_OF: dict[str, list[Spec]] = {
+    HINDSIGHT: [Spec("marconi", (("alpha", alpha),)) for alpha in ALPHAS],
+    FORESIGHT: [Spec(name) for name in ORACLES],
+}
+"""Names that stand for whichever of several systems finds most."""
 
 
 @dataclass(frozen=True)

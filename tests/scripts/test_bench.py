@@ -27,6 +27,7 @@ from scripts.bench.results import (
     write_table,
 )
 from scripts.bench.traces import find, preset_of
+from sglang_hybrid.core.systems import ORACLES
 from tests.documented import ROOT
 
 ONE = """# one: the cost of one
@@ -259,15 +260,20 @@ def test_conversations_of_agents_are_measured_in_tokens_and_flops(
     with tarfile.open(tmp_path / f"{traces.AGENTS}.tar.gz", "w:gz") as archive:
         archive.add(folder, traces.AGENTS)
     monkeypatch.setattr(traces, "AGENT_SIZES", (5,))
+    monkeypatch.setattr(traces, "WORKFLOW_SIZES", (4,))
+    monkeypatch.setattr(traces, "WORKFLOWS", 2)
     policies.policies(traces=tmp_path, agents=policies.HYBRIDS, workers=1)
     cells = [line.split("|") for line in capsys.readouterr().out.splitlines()]
-    rows = [
-        [float(cell) for cell in row[2:6]]
-        for row in cells
-        if row[1:] and row[1].strip() in policies.HYBRIDS
-    ]
-    in_tokens, in_flops = rows[-6:-3], rows[-3:]
-    assert [cell.strip() for cell in cells[-1][1:5]] == ["5", *[f"{in_tokens[0][1]:.1f}"] * 3]
+    tables = [row for row in cells if row[1:] and row[1].strip() in policies.HYBRIDS]
+    assert len(tables) == 12, "of conversations and of workflows, in tokens and in FLOPs"
+    rows = [[float(cell) for cell in row[2:6]] for row in tables]
+    in_tokens, in_flops = rows[:3], rows[3:6]
+    below = [cells for cells in cells if [cell.strip() for cell in cells[1:2]] == ["5"]]
+    hicache, lmcache, *ours = (float(cell) for cell in below[0][2:6])
+    assert [hicache, *ours] == [pytest.approx(in_tokens[0][1])] * 3
+    assert lmcache == pytest.approx(in_tokens[0][1], abs=1), "whole blocks"
+    upper, who = tables[0][-3].split()
+    assert float(upper) == pytest.approx(in_tokens[0][1]) and who in ORACLES
     assert [row[0] for row in in_tokens] == [5, 5, 5]
     for tokens, flops in zip(in_tokens, in_flops, strict=True):
         assert tokens[1] == pytest.approx(100 * 19_198 / 38_400, abs=0.2) and flops[1] < tokens[1]

@@ -24,7 +24,7 @@ from sglang_hybrid.core.programs import (
 )
 from sglang_hybrid.core.sentences import plain, shown
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
-from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
+from sglang_hybrid.core.systems import BEST_OF, FORESIGHT, ORACLES, SYSTEMS, Spec
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.core.victims.eviction import POLICIES
 from sglang_hybrid.extensions.lab.runner import Job
@@ -52,8 +52,8 @@ from sglang_hybrid.extensions.lab.simulation.tuner.tuned import SYSTEMS as TUNED
 from sglang_hybrid.extensions.lab.systems import smallest_budget
 
 ONE_MEMORY = "one"
-TIER_POLICIES = "hicache,lru,reuse,clairvoyant,unbounded"
-DEFAULT_POLICIES = "none,vllm+,sglang+,sglang,lru,marconi-best,reuse,clairvoyant,unbounded"
+TIER_POLICIES = "hicache,lru,reuse,oracle,unbounded"
+DEFAULT_POLICIES = "none,vllm+,sglang+,sglang,lru,marconi-best,reuse,oracle,unbounded"
 REPLICATED_POLICIES = "sglang,lru,reuse"
 WITHOUT_TREES = ("none", "vllm+", "vllm", *TUNED)
 
@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--model", type=Path, metavar="PATH", help="a config.json, or the directory it is in")
     add("--profile", choices=PROFILES, help="a cost profile instead of a model's (paper-7b)")
-    add("--policy", type=read_by(specs), help=f"{', '.join([*SYSTEMS, HINDSIGHT])}")
+    add("--policy", type=read_by(specs), help=f"{', '.join([*SYSTEMS, *BEST_OF])}")
     add("--min-branch-tokens", type=whole(0), default=MIN_BRANCH_TOKENS)
     add(
         "--rules",
@@ -289,8 +289,11 @@ def _routings(options: argparse.Namespace, specs: Sequence[Spec]) -> list[str]:
     for name in ("tiers", "report"):
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} is for one server: leave it out with --replicas")
-    if any(spec.name == "clairvoyant" for spec in specs):
-        raise UsageError("clairvoyant knows the future of one server: leave it out with --replicas")
+    for spec in specs:
+        if spec.name in (*ORACLES, FORESIGHT):
+            raise UsageError(
+                f"{spec.name} knows the future of one server: leave it out with --replicas"
+            )
     return list(ROUTERS) if options.routing is None else options.routing
 
 

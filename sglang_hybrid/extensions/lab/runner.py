@@ -74,9 +74,9 @@ class Job:
 class Result:
     """The results of a job, per request [n]. ttft: queueing included, empty without time.
 
-    chosen: the options that were best in hindsight. blocks: stored, KV reused, states reused, of a
-    cache of blocks. tiers: what the tiers of a cache in tiers did. lost: tokens that it would have
-    hit if it had lost no state, by why it had not, where the job asks for it. exact_tokens: of
+    chosen: of a policy that stands for several, the best. blocks: stored, KV reused, states reused,
+    of a cache of blocks. tiers: what the tiers of a cache in tiers did. lost: tokens that it would
+    have hit if it had lost no state, by why it had not, where the job asks for it. exact_tokens: of
     those that were hit, how many came from nothing that was ever coded.
     """
 
@@ -91,6 +91,13 @@ class Result:
     tiers: TierCounts | None = None
     lost: dict[str, int] | None = None
     exact_tokens: int = 0
+
+    @property
+    def chosen_words(self) -> str:
+        """The options of `chosen`, or its name where it has none; nothing without it."""
+        if self.chosen is None:
+            return ""
+        return ", ".join(f"{value:g}" for _, value in self.chosen.options) or self.chosen.name
 
     @property
     def hit_tokens(self) -> int:

@@ -26,7 +26,7 @@ from rich.console import Console
 from sglang_hybrid.core.named_files import decode_as, open_named
 from sglang_hybrid.core.programs import UsageError
 from sglang_hybrid.core.sentences import plain
-from sglang_hybrid.core.systems import HINDSIGHT, Setting
+from sglang_hybrid.core.systems import BEST_OF, ORACLES, Setting
 from sglang_hybrid.extensions.lab.simulation.traces.line_formats import (
     RecordedLine,
     recorded_lines,
@@ -50,14 +50,14 @@ late.
 STEP_SECONDS: Final = 1.0
 """Between two looks at the file."""
 
+FORESEEING: Final = (*ORACLES, *BEST_OF)
+"""Policies that need the whole trace before its first request."""
+
 POLICIES: Final = "sglang,lru"
 """The policies that are followed where none is named: what the server has is in the recording."""
 
 SERVED: Final = "served"
 """The name of what the server did hit, beside the policies."""
-
-FORESEEING: Final = ("clairvoyant", HINDSIGHT)
-"""Policies that need the whole trace before its first request."""
 
 LONGEST_LINE: Final = 64 << 20
 """Bytes; a longer one is no line of a recording."""

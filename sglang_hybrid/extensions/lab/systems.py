@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
@@ -17,6 +18,14 @@ from sglang_hybrid.core.systems import (
 )
 from sglang_hybrid.core.tiers.rates import Speeds
 from sglang_hybrid.core.victims.eviction import POLICIES, Lru, Policy
+from sglang_hybrid.extensions.lab.simulation.agent_policies import (
+    CacheScout,
+    CacheWise,
+    Durations,
+    Invocations,
+    Pbkv,
+    Transitions,
+)
 from sglang_hybrid.extensions.lab.simulation.baselines import (
     SGLANG_RUNNING_STATES,
     ClairvoyantCache,
@@ -26,15 +35,27 @@ from sglang_hybrid.extensions.lab.simulation.baselines import (
     SglangSimulator,
 )
 from sglang_hybrid.extensions.lab.simulation.block_cache import BlockCache
-from sglang_hybrid.extensions.lab.simulation.future import Oracle
-from sglang_hybrid.extensions.lab.simulation.policies import Density, SglangLru, TailLru
-from sglang_hybrid.extensions.lab.simulation.rivals import TensorRtLlm, VllmCache
+from sglang_hybrid.extensions.lab.simulation.future import NextUses, Oracle
+from sglang_hybrid.extensions.lab.simulation.policies import (
+    Density,
+    SglangLru,
+    TailLru,
+    When,
+    Whether,
+)
+from sglang_hybrid.extensions.lab.simulation.rivals import LmCache, TensorRtLlm, VllmCache
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.simulator import Cache, Simulator
 from sglang_hybrid.extensions.lab.simulation.tiers.hicache import HiCache
 from sglang_hybrid.extensions.lab.simulation.tiers.tier_simulator import (
     TieredClairvoyant,
     TieredSimulator,
+)
+from sglang_hybrid.extensions.lab.simulation.told import (
+    Knowledge,
+    Told,
+    ToldServer,
+    ToldTiers,
 )
 from sglang_hybrid.extensions.lab.simulation.tuner.tuned import SYSTEMS as TUNED
 
@@ -75,6 +96,35 @@ def _evicting(make: Callable[..., Policy]) -> System:
     return System(build, options_of(make), in_tiers)
 
 
+def _told(
+    learn: Callable[..., Knowledge], make: Callable[..., Policy], *, in_tiers: bool = True
+) -> System:
+    """A simulator whose policies, which `make` makes, are told what `learn` makes of a setting."""
+
+    def build(setting: Setting) -> Cache:
+        knowledge = learn(setting)
+        first, other = _policies(partial(make, knowledge), {})
+        least = setting.min_branch_tokens
+        cache: Told
+        if setting.as_served:
+            served = setting.serving
+            cache = ToldServer(setting.cost, setting.memory, first, other, least, served)
+        else:
+            cache = Told(setting.cost, setting.budget, first, least, other)
+        cache.knowledge = knowledge
+        return cache
+
+    def tiered(setting: Setting) -> Cache:
+        knowledge = learn(setting)
+        policies = _policies(partial(make, knowledge), {}, len(setting.tiers.present))
+        least, speeds = setting.min_branch_tokens, _speeds(setting)
+        cache = ToldTiers(setting.cost, setting.tiers, speeds, policies, least)
+        cache.knowledge = knowledge
+        return cache
+
+    return System(build, (), tiered if in_tiers else None)
+
+
 def _policies(make: Callable[..., Policy], options: dict[str, Any], count: int = 2) -> list[Policy]:
     """`count` policies; those that learn share one history."""
     first = make(**options)
@@ -100,6 +150,10 @@ def _vllm(setting: Setting, block: int = 32) -> Cache:
 
 def _served_vllm(setting: Setting, groups: int = 3) -> Cache:
     return VllmCache(setting.cost, setting.budget, int(groups))
+
+
+def _lmcache(setting: Setting, groups: int = 3) -> Cache:
+    return LmCache(setting.cost, setting.tiers, int(groups))
 
 
 def _tensorrt_llm(setting: Setting, turns: int = 3, offset: int = 2, block: int = 32) -> Cache:
@@ -168,6 +222,10 @@ def _oracle(setting: Setting) -> Oracle:
     return oracle
 
 
+def _next_uses(setting: Setting) -> NextUses:
+    return NextUses(_oracle(setting))
+
+
 def _unbounded(setting: Setting) -> Cache:
     if setting.as_served:
         least, endless = setting.min_branch_tokens, Split(UNBOUNDED, UNBOUNDED)
@@ -187,8 +245,14 @@ SYSTEMS.update(
         "density": _evicting(Density),
         "vllm": System(_served_vllm, ("groups",)),
         "tensorrt-llm": System(_tensorrt_llm, ("turns", "offset", "block")),
+        "cachescout": _told(lambda _: Transitions(), CacheScout, in_tiers=False),
+        "pbkv": _told(lambda _: Invocations(), Pbkv, in_tiers=False),
+        "cachewise": _told(lambda _: Durations(), CacheWise, in_tiers=False),
+        "lmcache": System(None, ("groups",), _lmcache),
         "hicache": System(None, ("grid", "chunk", "interval"), _hicache),
         "clairvoyant": System(_clairvoyant, ("remember",), _tiered_clairvoyant),
+        "whether": _told(_next_uses, Whether),
+        "when": _told(_next_uses, When),
         "unbounded": System(_unbounded, (), _unbounded),
         **TUNED,
     }

@@ -16,7 +16,8 @@ import pytest
 from PIL import Image
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.systems import ALPHAS, Spec
+from sglang_hybrid.core.server_settings import Serving
+from sglang_hybrid.core.systems import ALPHAS, ORACLES, Spec
 from sglang_hybrid.core.victims.eviction import Lru
 from sglang_hybrid.extensions.lab.program import main
 from sglang_hybrid.extensions.lab.reports import plots
@@ -172,6 +173,21 @@ def test_the_best_in_hindsight_is_the_best_of_its_grid() -> None:
     assert best.job.spec.name == "marconi-best"
 
 
+@pytest.mark.parametrize("serving", [None, Serving(one_memory=True)])
+def test_the_oracle_is_the_best_of_those_that_know_the_future(serving: Serving | None) -> None:
+    """Which of them it is differs from row to row, and it is named."""
+    runs = Runner({"x": generate("chat", traffic("chat", sessions=60), 0)})
+    named = set()
+    for size in (2, 4):
+        job = Job(Spec("oracle"), "x", COST, size * 10**9, serving=serving)
+        best = runs.run(job)
+        alone = {name: runs.run(replace(job, spec=Spec(name))).hit_tokens for name in ORACLES}
+        assert best.hit_tokens == max(alone.values())
+        assert alone[best.chosen_words] == best.hit_tokens
+        named.add(best.chosen_words)
+    assert named == {"clairvoyant", "whether"}
+
+
 class Page(HTMLParser):
     """Ids of figures, links, and whether every element is closed."""
 
@@ -202,7 +218,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def report(trace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("report") / "chat"
-    policies = "none,vllm+,sglang+,lru,marconi:1,reuse,clairvoyant"
+    policies = "none,vllm+,sglang+,lru,marconi:1,reuse,oracle"
     arguments = ["--cache", "300MB,600MB", "--policy", policies, "--report", str(directory)]
     assert main([str(trace), *arguments]) == 0
     return directory
@@ -235,12 +251,13 @@ def test_a_report_says_what_was_run(report: Path) -> None:
     text = (report / "index.html").read_text()
     for words in (
         "python -m sglang_hybrid.replay",
-        "--policy none,vllm+,sglang+,lru,marconi:1,reuse,clairvoyant",
+        "--policy none,vllm+,sglang+,lru,marconi:1,reuse,oracle",
         "seed 0",
         "26,787,840 bytes",
         "One run each",
         "running requests compute is not in it, for any policy",
-        "It is greedy, so it is no bound",
+        "oracle is the one of clairvoyant, whether and when that finds most",
+        "They are greedy, so none is a bound",
     ):
         assert words in " ".join(text.split())
 
@@ -448,7 +465,7 @@ def test_tiers_are_replayed_and_shown(trace: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     for text in (
         "hicache",
-        "clairvoyant",
+        "oracle",
         "unbounded",
         "0.3 + 1 + 3 GB",
         "bytes written per hit token",

@@ -113,7 +113,7 @@ def test_prometheus_reads_the_sums(recording: Path) -> None:
         assert registry.get_sample_value(shadow.PREFIX + "hit_tokens_total", labels) == each.hit
 
 
-@pytest.mark.parametrize("policy", ["clairvoyant", "marconi-best"])
+@pytest.mark.parametrize("policy", ["clairvoyant", "whether", "when", "oracle", "marconi-best"])
 def test_who_must_know_the_future_is_refused(policy: str, recording: Path) -> None:
     options = [*OPTIONS[:-1], policy]
     with pytest.raises(UsageError, match=policy):

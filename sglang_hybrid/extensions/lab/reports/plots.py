@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from sglang_hybrid.core.costs.cost import FloatArray
+from sglang_hybrid.core.systems import FORESIGHT, ORACLES
 
 Series = Mapping[str, Sequence[float]]
 Params = ParamSpec("Params")
@@ -34,12 +35,14 @@ COLOURS = {
     "reuse": "#d55e00",
     "hicache": "#0072b2",
     "clairvoyant": "#7b4fa3",
+    "oracle": "#7b4fa3",
     "unbounded": "#c4c4c4",
     "prompt": "#0072b2",
     "answer": "#e69f00",
 }
 PARTS = ("#333333", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#9a9a9a")  # of a stacked bar
-BOUNDS = ("clairvoyant", "unbounded", "none")  # drawn dashed: not to be had, or not to be wanted
+BOUNDS = (*ORACLES, FORESIGHT, "unbounded", "none")
+"""Drawn dashed: not to be had, or not to be wanted."""
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 10,

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from sglang_hybrid import serving
+from sglang_hybrid.core.systems import FORESIGHT, ORACLES
 from sglang_hybrid.extensions.lab.reports import plots
 from sglang_hybrid.extensions.lab.reports.figures import Plot, clock, draw
 from sglang_hybrid.extensions.lab.reports.study import Study, hits_by_tier, lost_tokens, size_words
@@ -26,6 +27,7 @@ from sglang_hybrid.extensions.lab.runner import Result
 from sglang_hybrid.extensions.lab.simulation.baselines import SGLANG_RUNNING_STATES
 
 MARK = "sglang_hybrid replay report"
+FORESEEN = (FORESIGHT, *ORACLES)
 
 
 class Report:
@@ -96,7 +98,8 @@ class Report:
             cost=first.job.cost,
             serving=first.job.serving,
             sglang_states=SGLANG_RUNNING_STATES,
-            clairvoyant_leads=leads("clairvoyant", found),
+            upper=next((name for name in FORESEEN if leads(name, found)), None),
+            foreseen=any(name in found for name in FORESEEN),
             clock=clock(study),
             command=self.command,
             seed=self.seed,

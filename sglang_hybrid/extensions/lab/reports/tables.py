@@ -36,7 +36,7 @@ def show_results(results: Sequence[Result], requests: Sequence[Request], console
             table.add_section()
         label = result.job.name
         if result.chosen is not None:
-            label += f" ({result.chosen.options[0][1]:g})"
+            label += f" ({result.chosen_words})"
         cells = [f"{100 * result.hit_rate:.1f}", f"{100 * result.flops_saved:.1f}"]
         if time is not None:
             cells += [f"{1000 * result.ttft_percentile(p):,.0f}" for p in (5, 50, 95)]

@@ -1,4 +1,4 @@
-"""The future, for a policy that may know it: the next request that could resume at a position."""
+"""The future, for policies that may know it: the next request that could resume at a position."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_hybrid.core.records.nodes import NEVER
+from sglang_hybrid.core.records.nodes import NEVER, Node
 from sglang_hybrid.core.traffic.requests import Request, TokenArray
 from sglang_hybrid.extensions.lab.simulation.token_tree import TokenTree
 
@@ -79,3 +79,37 @@ class Oracle:
             path = [*path, tree.grow(deepest, prompt[matched:], tenant)]
         for node in path:
             node.history_node = float(tick)
+
+
+class NextUses:
+    """When each node of a cache is passed next, as policies know it that are told of the future
+    (`told.Knowledge`).
+    """
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+        self._now = 0
+        self._request: Request | None = None
+        self._ticks: dict[int, float] = {}  # by node id
+
+    def on_request(self, request: Request) -> None:
+        self._request = request
+
+    def on_path(self, request: Request, path: Sequence[Node]) -> Sequence[Node]:
+        self._request = request
+        self._now = max(self._now, self._oracle.tick(request))
+        for node in path:
+            self._ticks[node.id] = self._oracle.next_use(request, node.depth, self._now)
+        return path
+
+    def forget(self, node: Node) -> None:
+        self._ticks.pop(node.id, None)
+
+    def of(self, node: Node) -> float:
+        """The tick at which a prompt passes `node` next; NEVER if none does. A node of no tree is a
+        state that the latest request could leave.
+        """
+        if node.parent is None and self._request is not None:
+            now = max(self._now, self._oracle.tick(self._request))
+            return self._oracle.next_use(self._request, node.depth, now)
+        return self._ticks.get(node.id, NEVER)

@@ -1,4 +1,4 @@
-"""Eviction policies that only a replay needs: baselines, and one that knows the future."""
+"""Eviction policies that only a replay needs: baselines, and some that know the future."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 from sglang_hybrid.core.costs.cost import FloatArray
 from sglang_hybrid.core.records.nodes import NEVER, Clock, Node
 from sglang_hybrid.core.returns.hazards import DEPTHS, depth_bucket
-from sglang_hybrid.core.victims.eviction import Policy
+from sglang_hybrid.core.returns.history import History
+from sglang_hybrid.core.victims.eviction import Policy, Reuse
 from sglang_hybrid.core.victims.table import Table
+from sglang_hybrid.extensions.lab.simulation.future import NextUses
 
 
 class PathLru(Policy):
@@ -108,6 +110,49 @@ class Clairvoyant(Policy):
 
     def return_probability(self, node: Node, clock: Clock) -> float:
         return float(isinstance(node.history_node, float) and node.history_node < NEVER)
+
+
+class Whether(Reuse):
+    """`Reuse` that knows whether a position returns: what no prompt passes any more is evicted
+    first. When the others return, it guesses as `Reuse` does.
+    """
+
+    name = "whether"
+    columns = Reuse.columns + 1
+
+    def __init__(self, next_uses: NextUses, history: History | None = None) -> None:
+        super().__init__(history)
+        self._next_uses = next_uses
+
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
+        return (*super().describe(node, saved, freed), self._next_uses.of(node))
+
+    def scores(self, table: Table, clock: Clock) -> FloatArray:
+        ended = table.column(Reuse.columns) >= NEVER
+        return np.where(ended, table.last_used() - NEVER, super().scores(table, clock))
+
+    def return_probability(self, node: Node, clock: Clock) -> float:
+        return float(self._next_uses.of(node) < NEVER)
+
+    def forget(self, node: Node) -> None:
+        self._next_uses.forget(node)
+
+
+class When(Whether):
+    """`Reuse` that knows when a position returns: FLOPs saved per byte, over the requests until
+    then. It admits as `Reuse` does, which `Clairvoyant` does not.
+    """
+
+    name = "when"
+    bounded_by_prefix = False
+    columns = 2
+
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
+        return (saved / freed, self._next_uses.of(node))
+
+    def scores(self, table: Table, clock: Clock) -> FloatArray:
+        scores: FloatArray = table.column(0) / np.maximum(table.column(1) - clock.tick, 1.0)
+        return scores
 
 
 class Density(Policy):

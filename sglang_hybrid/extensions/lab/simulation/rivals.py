@@ -6,7 +6,7 @@ Each class says what it is made from and what it knows. Sizes are those of our c
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,6 +14,7 @@ from sglang_hybrid.core.checkpoints.admission import Prefill
 from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.server_settings import Budget, Split
+from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.core.victims.eviction import Lru
 from sglang_hybrid.extensions.lab.simulation.block_cache import block_names
@@ -24,6 +25,7 @@ from sglang_hybrid.extensions.lab.simulation.simulator import (
     Ticket,
     serve_in_steps,
 )
+from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import TierBudgets
 
 BLOCK_STEP: Final = 16
 """Tokens that a block of vLLM's attention is a multiple of."""
@@ -107,17 +109,21 @@ class VllmCache:
             self._publish(ticket, length)
         self._release(ticket)
 
-    def _find(self, names: Sequence[int]) -> tuple[int, int]:
-        """How many blocks from the beginning are cached, and after how many of them the deepest
-        state is that a prompt can resume from.
+    def _find(self, names: Sequence[int], below: Container[Hashable] = ()) -> tuple[int, int]:
+        """How many blocks from the beginning are cached, here or `below`, and after how many of
+        them the deepest state is that a prompt can resume from.
         """
+
+        def has(name: Hashable) -> bool:
+            return name in self._cached or name in below
+
         found = 0
-        while found < len(names) and names[found] in self._cached:
+        while found < len(names) and has(names[found]):
             found += 1
         if not self.state_pages:
             return found, found
         hit = found
-        while hit and (names[hit - 1], "state") not in self._cached:
+        while hit and not has((names[hit - 1], "state")):
             hit -= 1
         return found, hit
 
@@ -171,8 +177,86 @@ class VllmCache:
                 victims.append(name)
                 over -= size
         for name in victims if over <= 0 else ():
+            self._on_eviction(name)
             self._used -= self._cached.pop(name)
         return over <= 0
+
+    def _on_eviction(self, name: Hashable) -> None:
+        """`name` is about to leave."""
+
+
+class LmCache(VllmCache):
+    """`VllmCache` with a host below it, under the eviction-aware offload of LMCache 0.5.7rc2 (its
+    design document `lazy_offload_policy/eviction_aware.md` and pull request 4847).
+
+    Nothing is copied to the host until vLLM is about to evict it; then it is copied, with all
+    blocks before it that are on the device. What the host has behind the device's blocks is loaded.
+    The host evicts the least recently used. It knows vLLM's queue of pages, and nothing of sessions
+    or of time. Sketch: copies are in time, states go down as they are evicted, there is no disk.
+    """
+
+    def __init__(self, cost: CostModel, tiers: TierBudgets, groups: int = 3) -> None:
+        super().__init__(cost, tiers.sizes[Tier.DEVICE], groups)
+        self._link = tiers.links[Tier.HOST]
+        self._host: OrderedDict[Hashable, int] = OrderedDict()  # pages, first to go first
+        self._host_pages = tiers.sizes[Tier.HOST] // max(1, self.page_bytes)
+        self._host_used = self._loaded = 0
+        self._before: dict[Hashable, Hashable] = {}  # the block before each that is on the device
+
+    def begin(self, request: Request) -> PagedTicket:
+        names = block_names(request, request.input_len - 1, self.block)
+        _, hit = self._find(names, self._host)
+        wanted: list[Hashable] = [*names[:hit]]
+        if hit and self.state_pages:
+            wanted.append((names[hit - 1], "state"))
+        before, held = self._loaded, Counter[Hashable]()
+        for name in wanted:
+            if name not in self._cached and not self._load(name):
+                break
+            held[name] += 1
+            self._holders[name] += 1
+        self._holders -= held
+        ticket = super().begin(request)
+        ticket.load_seconds = self._link.seconds((self._loaded - before) * self.page_bytes)
+        return ticket
+
+    def peek(self, request: Request) -> int:
+        names = block_names(request, request.input_len - 1, self.block)
+        return self._find(names, self._host)[1] * self.block
+
+    def _load(self, name: Hashable) -> bool:
+        """Have `name` on the device, too; False if the host has lost it, or there is no room."""
+        pages = self._host.get(name)
+        if pages is None or not self._make_room(pages):
+            return False
+        if name in self._host:
+            self._host.move_to_end(name)
+        self._cached[name] = pages
+        self._used += pages
+        self._loaded += pages
+        return True
+
+    def _publish(self, ticket: PagedTicket, length: int) -> list[int]:
+        names = super()._publish(ticket, length)
+        self._before.update(zip(names[1:], names, strict=False))
+        return names
+
+    def _on_eviction(self, name: Hashable) -> None:
+        before, chain = self._before.pop(name, None), [name]
+        while before in self._cached and before not in self._host:
+            chain.append(before)
+            before = self._before.get(before)
+        for each in reversed(chain):
+            self._copy(each)
+
+    def _copy(self, name: Hashable) -> None:
+        pages = self._cached[name]
+        if name in self._host or pages > self._host_pages:
+            return
+        while self._host_used + pages > self._host_pages:
+            self._host_used -= self._host.popitem(last=False)[1]
+        self._host[name] = pages
+        self._host_used += pages
 
 
 class TensorRtLlm(Simulator):

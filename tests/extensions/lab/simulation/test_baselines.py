@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_hybrid.core.checkpoints.checkpoint_plan import hypothetical_node
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.nodes import NEVER
+from sglang_hybrid.core.records.nodes import NEVER, Clock, Kind, Node
 from sglang_hybrid.core.server_settings import LEAST_SLOTS, Serving, Split
+from sglang_hybrid.core.systems import ORACLES
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab.simulation.baselines import (
     SGLANG_RUNNING_STATES,
@@ -25,9 +27,10 @@ from sglang_hybrid.extensions.lab.simulation.baselines import (
     SglangSimulator,
 )
 from sglang_hybrid.extensions.lab.simulation.block_cache import BlockCache
-from sglang_hybrid.extensions.lab.simulation.future import Oracle
+from sglang_hybrid.extensions.lab.simulation.future import NextUses, Oracle
 from sglang_hybrid.extensions.lab.simulation.policies import TailLru
 from sglang_hybrid.extensions.lab.simulation.simulator import Cache, Outcome, Simulator, hit_rate
+from sglang_hybrid.extensions.lab.simulation.token_tree import TokenTree
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
 from sglang_hybrid.extensions.lab.systems import Setting, Spec, systems
@@ -270,6 +273,55 @@ def test_the_clairvoyant_keeps_what_comes_back() -> None:
     assert hits(Simulator(PAPER, budget, TailLru(0, 0)), *asked) == [0, 0, 0, 0]
 
 
+BOTH = 2 * PAPER.state_bytes + 210 * PAPER.kv_bytes_per_token
+"""Room for two prompts of 100 tokens and their answers."""
+
+
+@pytest.mark.parametrize("name", ["whether", "when", "clairvoyant"])
+def test_what_never_returns_goes_first_however_new_it_is(name: str) -> None:
+    old, new, other = (request(numbers(1000 * i, 100), [1], float(i)) for i in (1, 2, 3))
+    again = request([*numbers(1000, 100), 1, 9], [1], 9.0)
+    asked = [old, new, other, again]
+    assert hits(Spec(name).build(Setting(PAPER, BOTH, asked)), *asked) == [0, 0, 0, 101]
+    assert hits(Spec("lru").build(Setting(PAPER, BOTH, asked)), *asked) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("name", "kept"), [("when", [101, 0, 101]), ("lru", [0, 101, 101])])
+def test_when_knows_which_of_two_returns_first(name: str, kept: list[int]) -> None:
+    """The third one takes the room of that which returns later, and not of the older one."""
+    first = [request(numbers(1000 * i, 100), [1], float(i)) for i in (1, 2, 3)]
+    back = [request([*one.tokens.tolist(), 9], [1], 9.0) for one in first]
+    cache = Spec(name).build(Setting(PAPER, BOTH, [*first, *back]))
+    assert hits(cache, *first) == [0, 0, 0]
+    assert [cache.peek(one) for one in back] == kept
+
+
+def test_a_state_that_could_be_taken_is_known_by_the_request_that_could_leave_it() -> None:
+    """Its node is in no tree yet."""
+    long, short = request(numbers(0, 100), [1], 1.0), request(numbers(5000, 50), [1], 2.0)
+    asked = [long, short, request(numbers(0, 60), [1], 3.0)]
+    uses = NextUses(Oracle(asked))
+    uses.on_request(long)
+    assert [uses.of(hypothetical(depth)) for depth in (59, 60)] == [3.0, NEVER]
+    uses.on_request(short)
+    assert uses.of(hypothetical(40)) == NEVER
+
+
+def test_next_uses_are_those_of_the_latest_request_on_the_path() -> None:
+    asked = [request(numbers(0, 100), [1], float(i)) for i in (1, 2, 3)]
+    uses, tree = NextUses(Oracle(asked)), TokenTree()
+    node = tree.grow(tree.root, asked[0].tokens[:50])
+    for one, after in zip(asked, (2.0, 3.0, NEVER), strict=True):
+        assert list(uses.on_path(one, [node])) == [node]
+        assert uses.of(node) == after
+    uses.forget(node)
+    assert uses.of(node) == NEVER
+
+
+def hypothetical(depth: int) -> Node:
+    return hypothetical_node(depth, Kind.BRANCH, 0, None, Clock())
+
+
 # T-LRU.
 
 
@@ -470,7 +522,7 @@ def test_density_is_no_worse_than_in_the_notes() -> None:
 def test_knowing_the_future_beats_every_other_policy() -> None:
     requests = trace("bbh_fewshot")
     oracle_rate = 0.0
-    for name in ("clairvoyant", *(n for n in SYSTEMS if n not in ("clairvoyant", "unbounded"))):
+    for name in ("clairvoyant", *(n for n in SYSTEMS if n not in (*ORACLES, "unbounded"))):
         cache = Spec(name).build(Setting(PAPER, 2 * GB, requests))
         rate = hit_rate([cache.serve(one) for one in requests])
         oracle_rate = oracle_rate or rate

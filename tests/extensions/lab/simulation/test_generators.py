@@ -10,10 +10,12 @@ import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.edges import common_prefix
+from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.core.victims.eviction import Lru
 from sglang_hybrid.extensions.lab.simulation.simulator import Simulator, hit_rate
 from sglang_hybrid.extensions.lab.simulation.traces import generators
 from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Azure, Draw
+from sglang_hybrid.extensions.lab.simulation.traces.declared_hints import with_hints
 from sglang_hybrid.extensions.lab.simulation.traces.generators import (
     KINDS,
     generate,
@@ -21,6 +23,14 @@ from sglang_hybrid.extensions.lab.simulation.traces.generators import (
     traffic,
 )
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Room, TraceError
+from sglang_hybrid.extensions.lab.simulation.traces.workflows import (
+    CALL_TOKENS,
+    ROLES,
+    SECONDS_PER_TOKEN,
+    TASK,
+    TOOLS,
+    AgentRequest,
+)
 
 
 def fingerprint(kind: str, seed: int) -> list[tuple[float, int, int]]:
@@ -102,6 +112,75 @@ def test_a_transcript_grows_and_is_asked_about_at_every_stage() -> None:
     assert grown > 0.8 * len(stages) and begun > 5
 
 
+WORKFLOWS = traffic("workflow", sessions=12)
+
+
+def steps(requests: list[Request]) -> list[AgentRequest]:
+    found = [request for request in requests if isinstance(request, AgentRequest)]
+    assert len(found) == len(requests)
+    return found
+
+
+def test_a_session_goes_on_when_the_last_of_its_calls_is_done() -> None:
+    """What other agents do in between is a call of the planner's too."""
+    before: dict[int, AgentRequest] = {}
+    several = 0
+    for request in steps(generate("workflow", WORKFLOWS, 0)):
+        last = before.get(request.session)
+        if last is not None:
+            assert np.array_equal(request.tokens[: len(last.tokens)], last.tokens)
+            written = SECONDS_PER_TOKEN * (len(last.tokens) - last.input_len)
+            took = max((call.seconds for call in last.step.calls), default=0.0)
+            due = last.arrival + written + took
+            assert request.arrival >= due - 1e-6
+            if last.step.calls:
+                assert request.arrival == pytest.approx(due)
+            several += len(last.step.calls) > 1
+        before[request.session] = request
+    assert several > 20
+
+
+def test_a_workflow_is_of_several_agents_and_ends_once() -> None:
+    requests = steps(generate("workflow", WORKFLOWS, 0))
+    workflows = {number: [r for r in requests if r.step.workflow == number] for number in range(12)}
+    for of in workflows.values():
+        assert {r.step.agent for r in of} == set(ROLES)
+        assert [r.step.last for r in of] == [False] * (len(of) - 1) + [True]
+    agents = {(r.session, r.step.agent, r.step.workflow) for r in requests}
+    assert len(agents) == len({r.session for r in requests}), "a session is one agent's"
+    beginnings = {(r.step.agent, r.tokens[:3_000].tobytes()) for r in requests}
+    assert len(beginnings) == len(ROLES) == len({tokens for _, tokens in beginnings})
+    together = [r for r in requests if [call.name for call in r.step.calls][:2] == ["Task"] * 2]
+    assert together, "coders work side by side"
+
+
+def test_tools_take_as_long_as_was_counted() -> None:
+    """TraceLab: 70 % below a second, 4.9 % above a minute, 16.8 s on the mean."""
+    calls = [c for r in steps(generate("workflow", traffic("workflow"), 0)) for c in r.step.calls]
+    seconds = np.array([call.seconds for call in calls])
+    assert 0.65 < (seconds < 1).mean() < 0.8
+    assert 0.03 < (seconds > 60).mean() < 0.07
+    assert 8 < seconds.mean() < 25
+    assert {call.name for call in calls} == {*TOOLS, TASK}
+
+
+def test_a_server_sees_of_a_call_only_the_text_of_the_answer() -> None:
+    requests = steps(generate("workflow", WORKFLOWS, 0))
+    ends: dict[str, set[bytes]] = {}
+    for request in requests:
+        last = request.step.calls[-1].name if request.step.calls else ""
+        ends.setdefault(last, set()).add(request.tokens[-CALL_TOKENS:].tobytes())
+    assert all(len(end) == 1 for end in ends.values())
+    assert len(set.union(*ends.values())) == len(ends)
+
+
+def test_steps_stay_with_requests_that_are_changed() -> None:
+    requests = steps(generate("workflow", WORKFLOWS, 0))
+    for changed in (retime(list(requests), 2.0, 1.0), with_hints(requests, "true")):
+        found = {(r.session, r.turn): r.step for r in steps(changed)}
+        assert found == {(r.session, r.turn): r.step for r in requests}
+
+
 def test_reuse_differs_by_kind() -> None:
     def rate(kind: str) -> float:
         simulator = Simulator(CostModel.paper_7b(), None, Lru())
@@ -165,7 +244,7 @@ def test_azure_reads_no_empty_file(tmp_path: Path) -> None:
         ("think", "lognormal:1:100000", "lognormal:1:100000 drew a number that is too large"),
     ],
 )
-@pytest.mark.parametrize("kind", ["chat", "fan-out", "transcript"])
+@pytest.mark.parametrize("kind", ["chat", "fan-out", "transcript", "workflow"])
 def test_what_is_drawn_has_a_bound(kind: str, name: str, draw: str, message: str) -> None:
     how = traffic(kind, sessions=20, **{name: Draw.parse(draw)})
     with pytest.raises(ValueError, match=message):

@@ -10,7 +10,9 @@ from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab import systems  # noqa: F401, it registers them
-from sglang_hybrid.extensions.lab.simulation.rivals import TensorRtLlm, VllmCache
+from sglang_hybrid.extensions.lab.simulation.block_cache import block_names
+from sglang_hybrid.extensions.lab.simulation.rivals import LmCache, TensorRtLlm, VllmCache
+from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import TierBudgets
 
 COST = CostModel.paper_7b().with_sizes(kv_bytes_per_token=10, state_bytes=480)
 """A state is as large as 48 tokens of KV: in vLLM three pages of 16 tokens."""
@@ -90,6 +92,59 @@ def test_what_running_requests_hold_stays(name: str) -> None:
     for who in range(12, 30):
         cache.serve(request(65, who=who))
     assert cache.peek(request(100, who=1)) == 0 and cache.used <= 40 * PAGE
+
+
+def with_host(pages: int, host_pages: int) -> LmCache:
+    return LmCache(COST, TierBudgets.of(pages * PAGE, host_pages * PAGE))
+
+
+def test_lmcache_copies_nothing_before_it_is_about_to_be_evicted() -> None:
+    """Each prompt leaves four blocks and a state, of seven pages."""
+    cache = with_host(20, 40)
+    cache.serve(request(65, who=1))
+    cache.serve(request(65, who=2))
+    assert not cache._host
+    for who in (3, 4, 5):
+        cache.serve(request(65, who=who))
+    assert cache._host
+    on_device = VllmCache(COST, 20 * PAGE)
+    for who in range(1, 6):
+        on_device.serve(request(65, who=who))
+    assert on_device.peek(request(65, who=1)) == 0
+    assert cache.peek(request(65, who=1)) == 64
+    again = cache.begin(request(65, who=1))
+    assert again.outcome.hit_len == 64 and again.load_seconds > 0
+    assert cache.used <= 20 * PAGE
+
+
+def test_lmcache_copies_the_blocks_before_what_is_evicted_too() -> None:
+    cache = with_host(12, 40)
+    cache.serve(request(129, who=1))
+    names = block_names(request(129, who=1), 128, BLOCK)
+    assert cache._make_room(12 - cache._used + 4), "its state, and the last of eight blocks"
+    assert names[-1] not in cache._cached and names[0] in cache._cached
+    assert all(name in cache._host for name in names)
+
+
+def test_lmcaches_host_evicts_the_least_recently_used() -> None:
+    cache = with_host(20, 16)
+    for who in range(1, 7):
+        cache.serve(request(65, who=who))
+        assert cache._host_used == sum(cache._host.values()) <= 16
+    assert cache.peek(request(65, who=1)) == 0
+    assert cache.peek(request(65, who=3)) == 64
+    small = with_host(20, 2)
+    for who in range(1, 7):
+        small.serve(request(65, who=who))
+        assert small._host_used <= 2
+
+
+def test_lmcache_is_vllm_where_all_fits() -> None:
+    roomy, plain = with_host(1_000, 1_000), VllmCache(COST, 1_000 * PAGE)
+    for who in (1, 2, 3, 1, 2):
+        one = request(200, answer=30, who=who, shared=70)
+        assert roomy.serve(one) == plain.serve(one)
+    assert roomy.used == plain.used and not roomy._host
 
 
 def test_tensorrt_llm_keeps_the_states_of_a_conversations_last_turns() -> None:

@@ -12,17 +12,21 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Serving, Split
+from sglang_hybrid.core.systems import ORACLES
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.core.victims.eviction import POLICIES
 from sglang_hybrid.extensions.lab.simulation.baselines import ServedClairvoyant
+from sglang_hybrid.extensions.lab.simulation.future import NextUses
 from sglang_hybrid.extensions.lab.simulation.server_simulator import Running, ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.simulator import Simulator, hit_rate
+from sglang_hybrid.extensions.lab.simulation.told import ToldServer
 from sglang_hybrid.extensions.lab.simulation.traces.generators import generate, traffic
 from sglang_hybrid.extensions.lab.systems import Setting, Spec
 from tests.extensions.lab.simulation.interleaved import interleaved
 
 PAPER = CostModel.paper_7b()
-SYSTEMS = [*POLICIES, "density", "clairvoyant", "unbounded"]
+TOLD = [*ORACLES, "cachescout", "pbkv", "cachewise"]
+SYSTEMS = [*POLICIES, "density", *TOLD, "unbounded"]
 ROOMY = Split(10_000, 50)
 
 
@@ -205,6 +209,28 @@ def test_knowing_the_future_beats_every_other_policy() -> None:
     bound = hit_rate(best.run(requests))
     for name in (*POLICIES, "density"):
         assert hit_rate(build(name, pools, requests).run(requests)) <= bound, name
+
+
+def test_what_a_served_request_leaves_is_known_by_its_next_use() -> None:
+    one = request(numbers(0, 300), numbers(500, 40), 1.0)
+    longer = request([*one.tokens.tolist(), 7, 8], [9], 2.0)
+    cache = build("when", ROOMY, [one, longer])
+    assert isinstance(cache, ToldServer) and isinstance(cache.knowledge, NextUses)
+    cache.serve(one)
+    left = [node for node in cache.tree.walk() if node.has_state]
+    assert left and all(cache.knowledge.of(node) == 2.0 for node in left)
+
+
+def test_states_are_compared_by_the_request_whose_prefill_would_leave_them() -> None:
+    """Another request began in between."""
+    first, second = (request(numbers(1_000 * n, 300), [1], float(n)) for n in (1, 2))
+    cache = build("whether", ROOMY, [first, second])
+    assert isinstance(cache, ToldServer)
+    told: list[Request] = []
+    cache.knowledge.on_request = told.append  # type: ignore[method-assign]
+    tickets = [cache.begin(one) for one in (first, second)]
+    cache.end_prefill(tickets[0])
+    assert told == [first, second, first]
 
 
 def test_a_model_without_state_is_replayed_by_the_papers_rules() -> None:

@@ -150,7 +150,7 @@ class PlainTiers:
 SIZES = [(3_000, 5_000, 30_000), (6_000, 20_000, 0), (4_000, 0, 30_000)]
 
 
-POLICIES = ["lru", "reuse", "marconi:alpha=1", "gdsf", "clairvoyant"]
+POLICIES = ["lru", "reuse", "marconi:alpha=1", "gdsf", "clairvoyant", "whether", "when"]
 IN_EVERY_RUN = {("reuse", SIZES[0]), ("lru", SIZES[1]), ("lru", SIZES[2])}
 """The others take seconds each for the plain model."""
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from sglang_hybrid.extensions.lab.simulation.traces.lines import Skipped, TraceE
 
 Floats = npt.NDArray[np.float64]
 WORDS_PER_SECOND = 1.5  # a person who types 90 words a minute
+MOST_TURNS: Final = 100_000
+"""Of a session."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Synthetic traffic with a seed: chat, agent, few-shot, fan-out, transcript.
+"""Synthetic traffic with a seed: chat, agent, few-shot, fan-out, transcript, workflow.
 
 Tokens are random ids of a vocabulary: two sequences share exactly what they were made to share,
 save for chance.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Final
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_hybrid.core.traffic.requests import Request, TokenArray, make_request
-from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Azure, Draw, session_starts
+from sglang_hybrid.extensions.lab.simulation.traces.arrivals import (
+    MOST_TURNS,
+    Azure,
+    Draw,
+    session_starts,
+)
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Room
-
-MOST_TURNS: Final = 100_000
-"""Of a session."""
+from sglang_hybrid.extensions.lab.simulation.traces.workflows import WorkflowMaker
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,15 @@ class Traffic:
     """The parameters of a workload. Lengths in tokens, times in seconds.
 
     shared: length of what several sessions begin with: the system prompt of chats, system prompt
-    and tools of agents, the examples of a few-shot template, the document of a fan-out, what a
-    session adds to its transcript. templates: how many different ones there are, or transcripts
-    that grow side by side; popular ones come more often (Zipf). turns: requests in a session, in a
-    fan-out those sent at once. question, answer: of each request. think: from one request of a
-    session to the next. closing: tokens that end the last answer of each session and no other, the
-    same in all; 0: nothing tells it from the others. azure: supplies arrivals of sessions, and
-    questions and answers in the place of `question` and `answer`.
+    and tools of agents and of each role of a workflow, the examples of a few-shot template, the
+    document of a fan-out, what a session adds to its transcript. templates: how many different ones
+    there are, or transcripts that grow side by side; popular ones come more often (Zipf). turns:
+    requests in a session, in a fan-out those sent at once, in a workflow those of an agent before
+    it hands over. question, answer: of each request. think: from one request of a session to the
+    next, in a workflow from a result to a person's next task. closing: tokens that end the last
+    answer of each session and no other, the same in all; 0: nothing tells it from the others.
+    azure: supplies arrivals of sessions, and questions and answers in the place of `question` and
+    `answer`.
     """
 
     shared: Draw
@@ -94,6 +99,16 @@ KINDS: dict[str, Traffic] = {
         answer=Draw("lognormal", 120, 0.8),
         think=Draw("exp", 1),
     ),
+    "workflow": Traffic(
+        sessions=40,
+        session_rate=0.01,
+        shared=Draw("const", 3_000),
+        turns=Draw("lognormal", 4, 0.6),
+        question=Draw("lognormal", 300, 0.8),
+        answer=Draw("lognormal", 150, 0.8),
+        think=Draw("lognormal", 120, 1.0),
+        max_input=65_536,
+    ),
 }
 
 
@@ -123,6 +138,7 @@ def generate(kind: str, how: Traffic, seed: int) -> list[Request]:
     makers: dict[str, Callable[[int, float], Iterator[Request]]] = {
         "fan-out": maker.fan_out,
         "transcript": maker.transcript,
+        "workflow": maker.workflow,
     }
     make = makers.get(kind, maker.conversation)
     starts = _starts(how, rng)
@@ -204,6 +220,14 @@ class _Maker:
             yield make_request(self._next_session, 0, time, prompt, answer, (0, len(said)))
             self._next_session += 1
             time += float(pause)
+
+    def workflow(self, number: int, start: float) -> Iterator[Request]:
+        """A task of several agents (`WorkflowMaker`)."""
+        return self._workflows.workflow(number, start)
+
+    @cached_property
+    def _workflows(self) -> WorkflowMaker:
+        return WorkflowMaker(self.how, self.rng, self._text)
 
     def _popularity_of_transcripts(self) -> npt.NDArray[np.float64]:
         return self._popularity if len(self._shared) else np.ones(1)
