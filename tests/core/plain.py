@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Node
-from sglang_hybrid.core.returns.hazards import BETWEEN, NEVER_REUSED, reuse_class_of
+from sglang_hybrid.core.returns.hazards import BEFORE_END, NEVER_REUSED, reuse_class_of
 from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.core.tiers.tier_pool import TierPool
@@ -146,7 +146,8 @@ def reuse_score(facts: Facts, policy: Reuse, tree: NodeTree) -> float:
     elif history_node.depth - node.depth < history.max_offset:
         own = history_node.reuse_class
     else:
-        own = NEVER_REUSED if inherits else BETWEEN + history_node.reuse_class
+        alone = not history_node.branches and not inherits
+        own = BEFORE_END + history_node.reuse_class if alone else NEVER_REUSED
     weight = history.index.weight(own, now - unit.last_used(node))
     if inherited is not None and inherits:
         weight += history.index.weight(

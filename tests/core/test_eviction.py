@@ -15,7 +15,7 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import NEVER, Clock, Kind, Node
 from sglang_hybrid.core.records.pin import Pin, Priority
-from sglang_hybrid.core.returns.hazards import BETWEEN, CLASSES, reuse_class_of
+from sglang_hybrid.core.returns.hazards import BEFORE_END, CLASSES, reuse_class_of
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.core.returns.history_tree import HistoryPath, fingerprint_tokens
 from sglang_hybrid.core.victims.eviction import (
@@ -307,9 +307,9 @@ def test_a_state_on_the_way_is_worth_what_leaves_there() -> None:
     index, reuse_class = policy.history.index, history_path.nodes[-1].reuse_class
     assert pool.cheapest() == (above, above.last_used - NEVER)
     for _ in range(40):
-        index.on_departure(0, between=True)
+        index.on_departure(before=True)
     index.rebuild()
-    of_above = index.weight(BETWEEN + reuse_class, 0.0) * PAPER.savings(900, 0)
+    of_above = index.weight(BEFORE_END + reuse_class, 0.0) * PAPER.savings(900, 0)
     of_tail = index.weight(reuse_class, 0.0) * PAPER.savings(1000, 900)
     assert of_above > of_tail
     assert pool.cheapest() == (tail, pytest.approx(of_tail / PAPER.state_bytes))

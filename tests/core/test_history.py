@@ -370,21 +370,21 @@ def test_a_match_of_a_tree_that_was_forgotten_since_is_not_taken_up() -> None:
 @pytest.mark.parametrize(
     "then, expected",
     [
-        (100, (0, False)),  # goes on behind the answer
-        (60, (0, True)),  # leaves the answer's way
+        (100, False),  # goes on behind the answer
+        (60, True),  # leaves before it
         (10, None),  # has too little of it
-        (40, (1, False)),  # leaves where another one did
+        (40, None),  # leaves where another one did
     ],
 )
 def test_where_a_prompt_leaves_what_is_known(
-    monkeypatch: pytest.MonkeyPatch, then: int, expected: tuple[int, bool] | None
+    monkeypatch: pytest.MonkeyPatch, then: int, expected: bool | None
 ) -> None:
     """After a sequence of 100 tokens, another one that has 40 of them where `then` is 40."""
-    seen: list[tuple[int, bool]] = []
+    seen: list[bool] = []
     history, clock = History(TimeUnit.REQUESTS), Clock()
 
-    def on_departure(branches: int, *, between: bool) -> None:
-        seen.append((min(branches, 1), between))
+    def on_departure(*, before: bool) -> None:
+        seen.append(before)
 
     known = np.arange(100)
     history.observe(known, 90, clock)

@@ -18,7 +18,7 @@ from sglang_hybrid.core.returns import hazards, reuse
 from sglang_hybrid.core.returns.answers import BUCKETS as ANSWERS
 from sglang_hybrid.core.returns.departures import PRIOR
 from sglang_hybrid.core.returns.hazards import (
-    BETWEEN,
+    BEFORE_END,
     BINS,
     CLASSES,
     DEPTHS,
@@ -233,25 +233,24 @@ def test_the_probability_of_a_return_is_the_share_of_a_class_that_returned() -> 
 
 
 def test_positions_on_the_way_are_worth_what_leaves_there() -> None:
-    """Of 40 requests that left at or before a node without children, 30 left on the way to it; with
-    children none did.
-    """
-    index, leaf, fork = ReuseIndex(unit=1.0), reuse_class_of(0, 500, 1), reuse_class_of(2, 500, 1)
+    """Of 40 requests that left at an end or before it, 30 left before it."""
+    index, end = ReuseIndex(unit=1.0), reuse_class_of(0, 500, 1)
     for number in range(40):
         index.on_request(float(number))
-        for reuse_class in (leaf, fork):
-            index.on_return(index.open(reuse_class, float(number)), number + 4.0)
-        index.on_departure(0, between=number % 4 > 0)
-        index.on_departure(2, between=False)
+        index.on_return(index.open(end, float(number)), number + 4.0)
     index.rebuild()
-    share = index.weight(BETWEEN + leaf, 3.0) / index.weight(leaf, 3.0)
+    assert index.weight_until(BEFORE_END + end, 3.0) == (0, np.inf)
+    assert index.return_probability(BEFORE_END + end, 3.0) == 0.0
+    for number in range(40):
+        index.on_departure(before=number % 4 > 0)
+    assert index.weight(BEFORE_END + end, 3.0) == 0, "not before the next rebuilding"
+    index.rebuild()
+    share = index.weight(BEFORE_END + end, 3.0) / index.weight(end, 3.0)
     assert share == pytest.approx(30 / (10 + PRIOR), rel=0.1)  # some have faded
-    assert index.weight_until(BETWEEN + fork, 3.0) == (0, np.inf)
-    assert index.return_probability(BETWEEN + fork, 3.0) == 0.0
-    assert 0 < index.return_probability(BETWEEN + leaf, 3.0) <= 1
-    classes = np.array([leaf, BETWEEN + leaf, BETWEEN + fork, NEVER_REUSED])
+    assert 0 < index.return_probability(BEFORE_END + end, 3.0) <= 1
+    classes = np.array([end, BEFORE_END + end, NEVER_REUSED])
     one_by_one = [index.weight_until(reuse_class, 3.0) for reuse_class in classes.tolist()]
-    weights, until = index.weights(classes, np.full(4, 3.0))
+    weights, until = index.weights(classes, np.full(3, 3.0))
     assert list(zip(weights.tolist(), until.tolist(), strict=True)) == one_by_one
 
 

@@ -24,9 +24,8 @@ SHAPE: Final = (3, 12, ANSWERS, 9, 7)
 CHILDREN, DEPTHS, _, INTERVAL_BUCKETS, TURNS = SHAPE
 CLASSES: Final = CHILDREN * DEPTHS * ANSWERS * INTERVAL_BUCKETS * TURNS
 PER_ANSWER: Final = INTERVAL_BUCKETS * TURNS
-PER_CHILDREN: Final = CLASSES // CHILDREN
 NEVER_REUSED: Final = CLASSES  # the class of what is never resumed
-BETWEEN: Final = CLASSES + 1  # plus a class: that of positions on the way to such a one
+BEFORE_END: Final = CLASSES + 1  # plus the class of an end: that of positions on the way to it
 UNSEEN: Final = -1  # the number of a class that had no position yet
 
 

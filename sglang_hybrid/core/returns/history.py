@@ -277,15 +277,15 @@ class History:
         self, tree: HistoryTree, fingerprints: bytes, path: list[HistoryNode], known_len: int
     ) -> None:
         """A prompt leaves `tree` behind `known_len` tokens: at the last node of `path` that it
-        passes, or on the way to the next one.
+        passes, or on the way to the next one. It counts if nothing has continued that node.
         """
         passed = [node for node in path if node.depth <= known_len]
         last = passed[-1] if passed else tree.root
-        if known_len - last.depth >= self.min_branch_tokens:
-            below = last.children[part(fingerprints, last.depth, last.depth + 1)]
-            self.index.on_departure(below.branches, between=True)
-        elif passed:
-            self.index.on_departure(last.branches, between=False)
+        before = known_len - last.depth >= self.min_branch_tokens
+        if before:
+            last = last.children[part(fingerprints, last.depth, last.depth + 1)]
+        if not last.branches and last is not tree.root:
+            self.index.on_departure(before=before)
 
     def _learn_from_answer(
         self,

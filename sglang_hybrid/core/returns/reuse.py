@@ -27,12 +27,11 @@ import numpy as np
 from sglang_hybrid.core.costs.cost import FloatArray, IntArray
 from sglang_hybrid.core.returns.departures import Departures
 from sglang_hybrid.core.returns.hazards import (
-    BETWEEN,
+    BEFORE_END,
     BINS,
     CLASSES,
     INTERVAL_BUCKETS,
     NEVER_REUSED,
-    PER_CHILDREN,
     UNSEEN,
     ReturnEstimate,
     SeenClasses,
@@ -67,8 +66,8 @@ class ReuseIndex:
     """Intervals in, weights out. Times are whatever the caller counts in; `unit` scales the
     youngest age bin: a power of two, so that an age's bin is its exponent.
 
-    A position on the way to another one, `between` them, has no intervals. Its weight is that of
-    the other one, times the requests that leave on such a way for each one that leaves at its end.
+    A position on the way to an end that nothing has continued yet has no intervals. Its weight is
+    that of the end, times the requests that leave on such a way for each one that leaves at an end.
 
     Memory: 40 bytes per open interval, 1.2 KB per class that was seen, and half a megabyte; while a
     table is made, about as much again.
@@ -96,7 +95,7 @@ class ReuseIndex:
         no_hazard, one_row = np.zeros((1, BINS)), np.zeros(CLASSES, dtype=np.int64)
         self._estimate = ReturnEstimate(no_hazard, one_row, self._edges)
         self._departures = Departures()
-        self._shares = np.zeros(2)
+        self._share = 0.0  # of the departures, as the table in force has it
         self._observed = 0
         self._rebuild_at = 1
         self._work: Iterator[float] | None = None  # what is left of the rebuilding under way
@@ -144,11 +143,11 @@ class ReuseIndex:
         """The time at which the present interval began."""
         return self._since[interval_id]
 
-    def on_departure(self, branches: int, *, between: bool) -> None:
-        """A request left what was known at a position with so many children, or (`between`) on the
-        way to it. Weights follow at the next rebuilding.
+    def on_departure(self, *, before: bool) -> None:
+        """A request left a sequence that nothing had continued yet: at its end, or before it.
+        Weights follow at the next rebuilding.
         """
-        self._departures.add(branches, between=between)
+        self._departures.add(before=before)
 
     def interval_bucket(self, interval: float) -> int:
         """The bucket of an interval: 1 .. INTERVAL_BUCKETS - 1, the shortest first; 0 is none."""
@@ -241,7 +240,7 @@ class ReuseIndex:
             yield from estimate.make_rates()
         self._news.expect(known, tree.own, estimates)
         self._estimate = estimate
-        self._shares = np.array(self._departures.shares())
+        self._share = self._departures.share
         self.version += 1
 
     def _open(
@@ -303,10 +302,9 @@ class ReuseIndex:
 
     def _known(self, reuse_class: int) -> tuple[int, float]:
         """A class that has intervals, and the share of its weight that `reuse_class` has."""
-        if reuse_class < BETWEEN:
+        if reuse_class < BEFORE_END:
             return reuse_class, 1.0
-        known = reuse_class - BETWEEN
-        return known, float(self._shares[min(known // PER_CHILDREN, 1)])
+        return reuse_class - BEFORE_END, self._share
 
     def return_probability(self, reuse_class: int, age: float) -> float:
         """Probability that a position of `reuse_class`, last used `age` ago, is resumed at all. No
@@ -325,11 +323,11 @@ class ReuseIndex:
         """Weights [n] of classes [n] at ages [n], and the ages [n] at which each weight expires:
         the end of its bin, or never where they are 0.
         """
-        between = reuse_classes >= BETWEEN
-        if not np.count_nonzero(between):
+        before = reuse_classes >= BEFORE_END
+        if not np.count_nonzero(before):
             return self._estimate.rates_until(reuse_classes, self._bins(ages))
-        known = np.where(between, reuse_classes - BETWEEN, reuse_classes)
-        shares = np.where(between, self._shares.take(np.minimum(known // PER_CHILDREN, 1)), 1.0)
+        known = np.where(before, reuse_classes - BEFORE_END, reuse_classes)
+        shares = np.where(before, self._share, 1.0)
         rates, ends = self._estimate.rates_until(known, self._bins(ages))
         return rates * shares, np.where(shares > 0, ends, np.inf)
 

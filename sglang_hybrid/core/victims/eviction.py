@@ -19,7 +19,7 @@ import numpy as np
 
 from sglang_hybrid.core.costs.cost import FloatArray
 from sglang_hybrid.core.records.nodes import NEVER, Clock, Node, anchor
-from sglang_hybrid.core.returns.hazards import BETWEEN, NEVER_REUSED, reuse_class_of
+from sglang_hybrid.core.returns.hazards import BEFORE_END, NEVER_REUSED, reuse_class_of
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.returns.history_tree import NO_INTERVAL, HistoryNode
 from sglang_hybrid.core.victims.table import Table
@@ -185,8 +185,9 @@ class Reuse(Policy):
 
     The class is that of the cache node's history node, which also counts children and turns that
     the cache has lost. A cache node without a history node gets a class from its own numbers. A
-    cache node that lies too far above its history node (`History.max_offset`) is on the way to it,
-    and serves requests that leave it there. The age counts from the last hit on the node. When a
+    cache node that lies too far above its history node (`History.max_offset`) has no returns of its
+    own, but on the way to an end that nothing has continued it serves requests that leave it there.
+    The age counts from the last hit on the node. When a
     state is evicted, later requests for it resume from the next state above, its anchor. So the
     anchor inherits that demand: its G is its own plus that of the evicted state. A weight changes
     when the age enters the next bin, at a time that is known beforehand, and when the index is
@@ -220,7 +221,8 @@ class Reuse(Policy):
         else:
             reuse_class = history_node.reuse_class
             if not self._is_near(node):
-                reuse_class = reuse_class + BETWEEN if inherited is None else NEVER_REUSED
+                alone = not history_node.branches and inherited is None
+                reuse_class = reuse_class + BEFORE_END if alone else NEVER_REUSED
         used = self.history.time_unit.last_used(node)
         if inherited is None:
             return reuse_class, used, NEVER_REUSED, 0.0
