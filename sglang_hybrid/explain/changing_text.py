@@ -7,7 +7,7 @@ of equal tokens is looked for within a short distance, and from there on they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -37,7 +37,10 @@ MOST_PROMPTS = 8
 
 
 def find_changing_text(
-    prompt: npt.ArrayLike, start: int, missed: int, earlier: Iterable[npt.ArrayLike]
+    prompt: Sequence[int] | Tokens,
+    start: int,
+    missed: int,
+    earlier: Iterable[Sequence[int] | Tokens],
 ) -> ChangingText | None:
     """The changing text because of which `prompt` [n] was not hit further; None if that has another
     reason. It is the reason if more than half of what was missed is equal again behind the text.
@@ -50,6 +53,8 @@ def find_changing_text(
         return None
     ids = np.asarray(prompt)
     for other in islice(earlier, MOST_PROMPTS):
+        if start and (len(other) < start or prompt[start - 1] != other[start - 1]):
+            continue  # as with nearly all others, without a comparison of all their tokens
         found = _between(ids, np.asarray(other), start)
         if found is not None and 2 * found.same_tokens > missed:
             return found
@@ -73,8 +78,6 @@ def _between(prompt: Tokens, earlier: Tokens, start: int) -> ChangingText | None
     """The first text that differs, and what is equal behind it; None if less than `start` tokens
     are equal before it.
     """
-    if start and (len(earlier) < start or prompt[start - 1] != earlier[start - 1]):
-        return None  # as nearly all others do, without a comparison of all their tokens
     if not np.array_equal(prompt[:start], earlier[:start]):
         return None
     position = here = there = start + common_prefix(prompt[start:], earlier[start:])

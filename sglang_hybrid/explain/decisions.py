@@ -178,7 +178,7 @@ class Decisions:
         payer = payer_of(tenant)
         self._tenants.setdefault(payer, deque()).append(tenant)
         self._shares.change(payer, 1)
-        if len(self) > self.entries:
+        if self._shares.total > self.entries:
             self._forget_oldest(self._shares.largest())
 
     def _forget_oldest(self, payer: Hashable) -> None:

@@ -11,7 +11,12 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import SETTLED_AT_ONCE, NodeTree
 from sglang_hybrid.core.records.nodes import Kind, Node, anchor
 from sglang_hybrid.core.victims.eviction import SegLen
-from sglang_hybrid.core.victims.pool import DESCRIBED_AT_ONCE, Pool, Scarce
+from sglang_hybrid.core.victims.pool import (
+    DESCRIBED_AT_ONCE,
+    DESCRIBED_PER_ARRIVAL,
+    Pool,
+    Scarce,
+)
 
 PAPER = CostModel.paper_7b()
 CHILDREN = 20_000
@@ -63,6 +68,19 @@ def test_a_state_above_many_children_changes(what: str) -> None:
         nearest = anchor(node)
         assert node.anchor_depth == (0 if nearest is None else nearest.depth)
     assert pool.check(tree.walk()) == []
+
+
+def test_a_cache_that_fills_is_described_as_requests_arrive() -> None:
+    """The first choice finds few nodes that wait, however many there are."""
+    tree, _, pool, policy = fork()
+    for request in range(10 * DESCRIBED_PER_ARRIVAL):
+        tree.give_state(tree.add(tree.root, ("new", request), 8), Kind.TAIL)
+        pool.on_arrival()
+        assert policy.described <= DESCRIBED_PER_ARRIVAL
+        policy.described = 0
+    assert pool.cheapest() is not None
+    assert 0 < policy.described <= 2 * DESCRIBED_PER_ARRIVAL
+    assert len(pool.candidates()) == CHILDREN + 1 + 10 * DESCRIBED_PER_ARRIVAL
 
 
 def test_what_changed_meanwhile_is_never_chosen_by_what_was_known_of_it() -> None:

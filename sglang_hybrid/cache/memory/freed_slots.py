@@ -28,7 +28,7 @@ def with_freed_slots(sglangs: Any) -> type:
             self.num_staged_pages = 0
 
         def available_size(self) -> int:
-            return len(self.free_pages) + self.num_staged_pages
+            return self.free_pages.numel() + self.num_staged_pages
 
         def get_all_free_pages(self) -> torch.Tensor:
             return torch.cat((self.free_pages, *self.staged_pages))
@@ -43,7 +43,7 @@ def with_freed_slots(sglangs: Any) -> type:
             self.num_staged_pages = 0
 
         def alloc(self, need_size: int) -> torch.Tensor | None:
-            if need_size > len(self.free_pages):
+            if need_size > self.free_pages.numel():
                 self.merge_and_sort_free()
             taken: torch.Tensor | None = super().alloc(need_size)
             return taken

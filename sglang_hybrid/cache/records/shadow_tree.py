@@ -163,6 +163,8 @@ class ShadowTree:
         """A request is looked up for the first time; `stamp`: seconds that it carries, or None."""
         self.clock.advance(stamp)
         self.tree.pins.expire()
+        for pool in self.pools:
+            pool.on_arrival()
 
     def is_pin_over(self, seconds: float) -> bool:
         """True if the time of a pin is over at `seconds`."""

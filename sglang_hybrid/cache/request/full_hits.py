@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache.request.tree_match import is_plain
 from sglang_hybrid.checkpoints.last_hidden import Answers, LastHidden, Wanted
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import fields_of
@@ -149,7 +148,7 @@ class FullHits:
         core = self._cache.tree_core
         if len(params.key) != len(req.origin_input_ids) - 1 or not self._may_be(req):
             return None
-        end = core.following(req, len(params.key)) if is_plain(core) else None
+        end = core.following(req, len(params.key)) if core.is_plain else None
         if end is None or len(end.key) != 1 or end.evicted:
             return None
         return None if end.component_data[ComponentType.MAMBA].value is None else end

@@ -22,8 +22,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache.request.tree_match import is_plain
-
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import InsertResult
@@ -52,7 +50,7 @@ class PathGrowth:
         core = self._cache.tree_core
         return (
             self._shadow_tree is not None
-            and is_plain(core)
+            and core.is_plain
             and not core.enable_external_cache_linker
             and req.last_node in core._node_arena
         )

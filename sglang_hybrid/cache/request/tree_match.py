@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     )
 
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+    from sglang_hybrid.cache.tree.tree_core import HybridTreeCore
     from sglang_hybrid.core.records.nodes import Node
 
-ON_DEVICE = {ComponentType.FULL, ComponentType.MAMBA}
 TOKEN_BYTES = array("q").itemsize
 
 
@@ -66,7 +66,7 @@ class TreeMatcher:
     is evicted is decided elsewhere.
     """
 
-    def __init__(self, core: UnifiedTreeCore, shadow_tree: ShadowTree) -> None:
+    def __init__(self, core: HybridTreeCore, shadow_tree: ShadowTree) -> None:
         self._core = core
         self._shadow_tree = shadow_tree
         self._last: PerRequest[LastMatch] = PerRequest()
@@ -80,7 +80,7 @@ class TreeMatcher:
         not all that can be matched is on the device, token by token.
         """
         key, core, req = params.key, self._core, params.req
-        if not is_plain(core):
+        if not core.is_plain:
             return None
         usable = len(key)
         usable -= usable % core.page_size
@@ -260,15 +260,6 @@ class TreeMatcher:
             depth -= len(node.key)
             node = node.parent
         return node, depth
-
-
-def is_plain(core: UnifiedTreeCore) -> bool:
-    """True if a tree holds KV and states on the device, token by token, and nothing else."""
-    return (
-        not core.enable_hicache
-        and not core.is_eagle
-        and ON_DEVICE.issuperset(core.components_by_type)
-    )
 
 
 def deepest_within(core: UnifiedTreeCore, key: RadixKey, most: int) -> tuple[UnifiedTreeNode, int]:

@@ -228,13 +228,14 @@ class RobustMamba(MambaComponent):
         **kwargs: Any,
     ) -> tuple[int, int]:
         had_state = node.component_data[self.component_type].value is not None
-        if EvictLayer.DEVICE in target:
+        from_device = target is not EvictLayer.HOST
+        if from_device:
             if self._parts.coded is not None:
                 self._parts.coded.on_state_eviction(node)
             if self._parts.spilled is not None:
                 self._parts.spilled.on_state_eviction(node)
         freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
-        if had_state and EvictLayer.DEVICE in target:
+        if had_state and from_device:
             whole = node in self.tree_core.evictable_device_leaves
             what = Evicted.LEAF if whole else Evicted.STATE
             self._parts.stats.evicted[what.value] += 1

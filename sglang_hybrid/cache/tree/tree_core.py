@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
 )
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult
 
-from sglang_hybrid.cache.request.tree_match import TreeMatcher, deepest_within, is_plain
+from sglang_hybrid.cache.request.tree_match import TreeMatcher, deepest_within
 from sglang_hybrid.cache.tiers.inexact import MarkedTreeCore
 from sglang_hybrid.serving.config import BACKEND
 
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.state_events import StateEvents
     from sglang_hybrid.cache.tiers.copy_worth import WriteJudge
     from sglang_hybrid.cache.tiers.request_loads import WayChooser
+
+ON_DEVICE = {ComponentType.FULL, ComponentType.MAMBA}
+MOST_CHANGED_LEAVES = 256
+"""Nodes that may have become leaves, or none, before they are looked at."""
 
 
 class HybridTreeCore(MarkedTreeCore):
@@ -71,6 +75,15 @@ class HybridTreeCore(MarkedTreeCore):
         self.shadow_tree.reset(self.root_node)
         if self.state_events is not None:
             self.state_events.follow(self.shadow_tree.tree)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the tree holds KV and states on the device, token by token, and nothing else."""
+        return (
+            not self.enable_hicache
+            and not self.is_eagle
+            and ON_DEVICE.issuperset(self.components_by_type)
+        )
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         result = self._matcher.match(params)
@@ -137,7 +150,7 @@ class HybridTreeCore(MarkedTreeCore):
         freed.
         """
         if (
-            not is_plain(self)
+            not self.is_plain
             or self.enable_external_cache_linker
             or params.value is None
             or len(params.key) < self.page_size
@@ -269,13 +282,7 @@ class HybridTreeCore(MarkedTreeCore):
     @property
     def evictable_device_leaves(self) -> set[UnifiedTreeNode]:
         """SGLang's set of the leaves that may be evicted."""
-        if self._changed_leaves:
-            for node in self._changed_leaves:
-                if self._is_device_leaf(node):
-                    self._device_leaves.add(node)
-                else:
-                    self._device_leaves.discard(node)
-            self._changed_leaves.clear()
+        self._look_at_changed_leaves()
         return self._device_leaves
 
     @evictable_device_leaves.setter
@@ -283,15 +290,26 @@ class HybridTreeCore(MarkedTreeCore):
         self._device_leaves = leaves
         self._changed_leaves: set[UnifiedTreeNode] = set()
 
+    def _look_at_changed_leaves(self) -> None:
+        for node in self._changed_leaves:
+            if self._is_device_leaf(node):
+                self._device_leaves.add(node)
+            else:
+                self._device_leaves.discard(node)
+        self._changed_leaves.clear()
+
     def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
         """SGLang calls this several times per request, and asks for the set when something is
-        evicted or locked: only then are the nodes looked at. Without copies below the device there
-        are no leaves of theirs (unified_tree_core.py, _update_evictable_leaf_sets).
+        evicted or locked: only then, or when there are many, are the nodes looked at. Without
+        copies below the device there are no leaves of theirs (unified_tree_core.py,
+        _update_evictable_leaf_sets).
         """
         if self.enable_hicache or self.enable_external_cache_linker:
             super()._update_evictable_leaf_sets(node)
         else:
             self._changed_leaves.add(node)
+            if len(self._changed_leaves) > MOST_CHANGED_LEAVES:
+                self._look_at_changed_leaves()
         if self.shadow_tree.follows_copies:
             self._sync(node)
 

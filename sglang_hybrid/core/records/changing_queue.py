@@ -26,6 +26,9 @@ class ChangingQueue(Generic[Item]):
     def __len__(self) -> int:
         return len(self._entry)
 
+    def __contains__(self, item: Item) -> bool:
+        return item in self._entry
+
     def put(self, item: Item) -> None:
         """Add `item` with the key that it has now, or order it anew if it is there."""
         self._count += 1

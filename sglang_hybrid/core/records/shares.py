@@ -37,6 +37,7 @@ class Shares:
         self._largest_first: ChangingQueue[Hashable] = ChangingQueue(
             lambda payer: (-self._amounts[payer], self._order[payer])
         )
+        self._changed: dict[Hashable, None] = {}  # payers whose place in the queue is out of date
 
     def __len__(self) -> int:
         return len(self._amounts)
@@ -47,21 +48,26 @@ class Shares:
 
     def change(self, payer: Hashable, by: int) -> None:
         """`payer` holds `by` more, or less if `by` is negative; at 0 it is forgotten."""
-        amount = self.of(payer) + by
+        amount = self._amounts.get(payer, 0) + by
         self.total += by
         if amount:
             if payer not in self._order:
                 self._order[payer] = self._came
                 self._came += 1
             self._amounts[payer] = amount
-            self._largest_first.put(payer)
+            self._changed[payer] = None
         elif payer in self._amounts:
-            self._largest_first.drop(payer)
             del self._amounts[payer], self._order[payer]
+            self._changed.pop(payer, None)
+            if payer in self._largest_first:
+                self._largest_first.drop(payer)
 
     def largest(self, besides: Hashable = NOBODY) -> Hashable:
         """The payer that holds most, `besides` left out. Raises KeyError if there is none."""
         queue = self._largest_first
+        for payer in self._changed:
+            queue.put(payer)
+        self._changed.clear()
         left_out = besides in self._amounts
         if left_out:
             queue.drop(besides)

@@ -39,21 +39,22 @@ def freed_bytes(node: Node, scarce: Scarce, cost: CostModel) -> int:
     nor another child. Evicting a node with children frees its state only; its KV stays for them
     (the paper: it is absorbed by the child).
     """
-    if node.parent is None:
+    if node.parent is None or node.state_locked:
         return 0
-    kv = state = 0
-    if not node.children and not node.kv_locked and not node.state_locked:
-        kv = cost.kv_bytes_of(node.tokens, node.coded_kv) + absorbed_bytes(node, cost)
-    if node.has_state and not node.state_locked:
-        state = cost.state_bytes_of(node.coded_state)
-    if scarce is Scarce.SHARED:
-        return kv + state
-    return state if scarce is Scarce.STATES else kv
+    freed = 0
+    if scarce is not Scarce.STATES and not node.children and not node.kv_locked:
+        freed = cost.kv_bytes_of(node.tokens, node.coded_kv) + absorbed_bytes(node, cost)
+    if scarce is not Scarce.KV and node.has_state:
+        freed += cost.state_bytes_of(node.coded_state)
+    return freed
 
 
 def absorbed_bytes(node: Node, cost: CostModel) -> int:
     """Bytes of KV of the ancestors that are `absorbed` by `node`."""
-    return sum(cost.kv_bytes_of(above.tokens, above.coded_kv) for above in absorbed(node))
+    total = 0
+    for above in absorbed(node):
+        total += cost.kv_bytes_of(above.tokens, above.coded_kv)
+    return total
 
 
 def absorbed(node: Node) -> Iterator[Node]:
@@ -67,6 +68,9 @@ def absorbed(node: Node) -> Iterator[Node]:
 DESCRIBED_AT_ONCE = 1_024
 """Dirty nodes that one choice describes anew; the others keep their old description until the next
 choice."""
+
+DESCRIBED_PER_ARRIVAL = 128
+"""Dirty nodes that the arrival of a request describes anew, if there are more than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,13 @@ class Pool:
     def mark_dirty(self, node: Node) -> None:
         """Something about `node` changed."""
         self._dirty[node] = None
+
+    def on_arrival(self) -> None:
+        """A request arrives: if many nodes are dirty, as in a cache that fills, describe some, so
+        that the first choice of a victim does not find them all.
+        """
+        if len(self._dirty) > DESCRIBED_PER_ARRIVAL:
+            self._describe(DESCRIBED_PER_ARRIVAL)
 
     def forget(self, node: Node) -> None:
         """`node` left the tree."""
@@ -291,6 +302,8 @@ class Pool:
         """
         coded = self.codable(node) if node.parent is not None else None
         freed = freed_bytes(node, self.scarce, self.cost) if coded is None else coded.freed
+        if not freed:
+            return 0, 0
         saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
         if self.scarce is Scarce.KV and self.policy.bounded_by_prefix:
             saved = self._share_of_prefix(node, freed, saved)

@@ -125,6 +125,8 @@ class ServerSimulator(Simulator):
         hit, kv_len = self._match(request)
         self.tree.clock.advance(request.arrival or None)  # 0 is no stamp for the server
         self.tree.pins.expire()
+        for pool in dict.fromkeys((self.memory.pool, self.memory.state_pool)):
+            pool.on_arrival()
         if hit is not self.tree.root:
             self.tree.hit(hit)
         hit = self._load(request, hit)
