@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_hybrid.cache.memory.device_eviction import DeviceEviction
 from sglang_hybrid.core.costs.cost import UNBOUNDED
 
 if TYPE_CHECKING:
@@ -49,14 +48,7 @@ class OneMemoryCache(UnifiedRadixCache):
         walk: that over states, which ends leaves, too (unified_radix_cache.py:952-1060). Where
         states spill, a move may be enough.
         """
-        on_device = None if self.shadow_tree is None else DeviceEviction(self, self.shadow_tree)
-        if on_device is not None and not on_device.serves():
-            on_device = None
-        shares = self.account is not None or self.spilled is not None
-        if on_device is not None and not shares and allocation_reclaim_satisfied is None:
-            on_device.evict(request_by_type, tracker, available_size_targets)
-            return
-        if self.shadow_tree is None or not shares:
+        if self.shadow_tree is None or (self.account is None and self.spilled is None):
             super()._evict_components(
                 request_by_type,
                 tracker,
@@ -81,7 +73,6 @@ class OneMemoryCache(UnifiedRadixCache):
                 return allocation_reclaim_satisfied()
             return all(surplus(what) >= 0 for what in tracker)
 
-        last = None
         self.tree_core.evict_device_start(ComponentType.MAMBA, UNBOUNDED)
         try:
             while not enough():
@@ -91,11 +82,6 @@ class OneMemoryCache(UnifiedRadixCache):
                         continue
                     if kv >= 0 and not self.spilled.movable:
                         break  # requests hold all slots, so no victim frees one
-                if on_device is not None:
-                    last = on_device.evict_next(ComponentType.MAMBA, tracker, last)
-                    if last is None:
-                        break
-                    continue
                 node_id, made_progress = self._evict_device_next_node(ComponentType.MAMBA, tracker)
                 if node_id is not None:
                     self._give_up_leaf(node_id, tracker)
