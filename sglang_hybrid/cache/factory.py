@@ -68,9 +68,8 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         of_flags = why_no_full_hits(context.server_args, context.params)
         without_full_hits = prefills_are_split or unplanned or windows or of_flags
 
-    tiers = bool(context.server_args.enable_hierarchical_cache)
-
     def build(params: CacheInitParams) -> HybridRadixCache:
+        tiers = bool(context.server_args.enable_hierarchical_cache)
         return cache_class(tiers=tiers)(
             params,
             options,
