@@ -96,7 +96,7 @@ def test_explain_marks_where_the_server_says_that_a_hit_ends(opened: Opened, url
     shown = f"[...document.querySelectorAll('{tokens}')].filter(it => it.textContent === '150')"
     opened.until(
         f"{shown}.length === 2"
-    )  # the newer one comes first, and shares 120 with the other
+    )  # the newer one comes first
     opened.page.click("#requests tr:has(td[data-name=tokens]:text-is('150')) button")
     opened.until("document.getElementById('answer').textContent.startsWith('request ')")
     opened.page.click("#compare")
