@@ -94,9 +94,7 @@ def test_explain_marks_where_the_server_says_that_a_hit_ends(opened: Opened, url
         "#requests td[data-name=tokens]"  # ids of requests of other tests may have these digits
     )
     shown = f"[...document.querySelectorAll('{tokens}')].filter(it => it.textContent === '150')"
-    opened.until(
-        f"{shown}.length === 2"
-    )  # the newer one comes first
+    opened.until(f"{shown}.length === 2")  # the newer one comes first
     opened.page.click("#requests tr:has(td[data-name=tokens]:text-is('150')) button")
     opened.until("document.getElementById('answer').textContent.startsWith('request ')")
     opened.page.click("#compare")
