@@ -31,7 +31,7 @@ class CountedFull(FullComponent):
         target: EvictLayer = EvictLayer.DEVICE,
         **kwargs: Any,
     ) -> tuple[int, int]:
-        if target is not EvictLayer.HOST:
+        if EvictLayer.DEVICE in target:
             if not self._has_state(node):
                 self._parts.stats.evicted[Evicted.KV.value] += 1
             self.kv_dropped(node)

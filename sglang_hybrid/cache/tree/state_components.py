@@ -228,14 +228,13 @@ class RobustMamba(MambaComponent):
         **kwargs: Any,
     ) -> tuple[int, int]:
         had_state = node.component_data[self.component_type].value is not None
-        from_device = target is not EvictLayer.HOST
-        if from_device:
+        if EvictLayer.DEVICE in target:
             if self._parts.coded is not None:
                 self._parts.coded.on_state_eviction(node)
             if self._parts.spilled is not None:
                 self._parts.spilled.on_state_eviction(node)
         freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
-        if had_state and from_device:
+        if had_state and EvictLayer.DEVICE in target:
             whole = node in self.tree_core.evictable_device_leaves
             what = Evicted.LEAF if whole else Evicted.STATE
             self._parts.stats.evicted[what.value] += 1

@@ -186,12 +186,11 @@ class Reuse(Policy):
     The class is that of the cache node's history node, which also counts children and turns that
     the cache has lost. A cache node without a history node gets a class from its own numbers. A
     cache node that lies too far above its history node (`History.max_offset`) has no returns of its
-    own, but on the way to an end that nothing has continued it serves requests that leave it there.
-    The age counts from the last hit on the node. When a
-    state is evicted, later requests for it resume from the next state above, its anchor. So the
-    anchor inherits that demand: its G is its own plus that of the evicted state. A weight changes
-    when the age enters the next bin, at a time that is known beforehand, and when the index is
-    rebuilt.
+    own, but on the way to an end that nothing has continued it serves requests that leave before
+    that end (`Departures`). The age counts from the last hit on the node. When a state is evicted,
+    later requests for it resume from the next state above, its anchor. So the anchor inherits that
+    demand: its G is its own plus that of the evicted state. A weight changes when the age enters
+    the next bin, at a time that is known beforehand, and when the index is rebuilt.
 
     Args:
         history: shared by the policies that learn from the same requests.

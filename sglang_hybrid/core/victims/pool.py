@@ -51,10 +51,7 @@ def freed_bytes(node: Node, scarce: Scarce, cost: CostModel) -> int:
 
 def absorbed_bytes(node: Node, cost: CostModel) -> int:
     """Bytes of KV of the ancestors that are `absorbed` by `node`."""
-    total = 0
-    for above in absorbed(node):
-        total += cost.kv_bytes_of(above.tokens, above.coded_kv)
-    return total
+    return sum(cost.kv_bytes_of(above.tokens, above.coded_kv) for above in absorbed(node))
 
 
 def absorbed(node: Node) -> Iterator[Node]:
