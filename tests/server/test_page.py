@@ -79,8 +79,8 @@ def test_requests_appear_and_a_hit_lights_up_its_path(opened: Opened, url: str) 
 def test_explain_marks_where_the_server_says_that_a_hit_ends(opened: Opened, url: str) -> None:
     prompt = random_prompt(120, 3)
     for more in (4, 5):
-        send(url, [*prompt, *random_prompt(30, more)])
-    opened.until(f"{NODES} > 3")
+        send(url, [*prompt, *random_prompt(30, more)], rid=f"explained-{more}")
+    opened.until(f"{NODES} > 3 && document.body.textContent.includes('explained-5')")
     asked = [*prompt, *random_prompt(9, 6)]
     opened.page.fill("#prompt", json.dumps(asked))
     opened.page.click("#ask button[type=submit]")
@@ -90,12 +90,7 @@ def test_explain_marks_where_the_server_says_that_a_hit_ends(opened: Opened, url
     assert opened.value("document.getElementById('answer').dataset.hit") == "120"
     opened.until("document.getElementById('tree').dataset.mark === '120'")
     assert "branch point" in opened.page.inner_text("#answer")
-    tokens = (
-        "#requests td[data-name=tokens]"  # ids of requests of other tests may have these digits
-    )
-    shown = f"[...document.querySelectorAll('{tokens}')].filter(it => it.textContent === '150')"
-    opened.until(f"{shown}.length === 2")  # the newer one comes first
-    opened.page.click("#requests tr:has(td[data-name=tokens]:text-is('150')) button")
+    opened.page.click("#requests button:text-is('explained-5')")
     opened.until("document.getElementById('answer').textContent.startsWith('request ')")
     opened.page.click("#compare")
     opened.until("document.getElementById('answer').textContent.includes('up to token 120 of')")
