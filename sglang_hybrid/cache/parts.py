@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.coded.entries import CodedEntries
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.cache.request.full_hits import FullHits
+    from sglang_hybrid.cache.state_slots.parked_kv import ParkedKv
     from sglang_hybrid.cache.state_slots.spilled_states import SpilledStates
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.memory.account import MemoryAccount
@@ -60,8 +61,8 @@ class Parts:
     None where states are taken where SGLang tracks them. serving: how the server runs, None there.
     speeds: of prefills and transfers. full_hits: prompts that need no forward; None where all do.
     learning: what is learnt outlives the server; None without tiers. coded: entries kept coded on
-    the device; None where none are. spilled: states in the place of KV; None where pools lend each
-    other nothing. step_clock: the time that all ranks agree on.
+    the device; None where none are. spilled: states in the place of KV; parked: KV in slots without
+    a state; None where pools lend each other nothing. step_clock: the time that all ranks agree on.
     """
 
     options: HybridConfig
@@ -79,10 +80,16 @@ class Parts:
     full_hits: FullHits | None
     coded: CodedEntries | None = None
     spilled: SpilledStates | None = None
+    parked: ParkedKv | None = None
     planner: Planner | None = None
     serving: Serving | None = None
     learning: Learning | None = None
     step_clock: StepClock = field(default_factory=StepClock)
+
+    @property
+    def elsewhere(self) -> CodedEntries | ParkedKv | None:
+        """The KV that is on the device in another form, or place, than requests read it."""
+        return self.parked if self.coded is None else self.coded
 
     def could_hold(self, kv_tokens: int, states: int) -> bool:
         """True if one memory could hold so much if nothing else were there; of two pools, True."""
@@ -120,11 +127,14 @@ def build_parts(
         coded = CodedEntries(cache, params, on_device())
         sizes = coded.sizes(measured.kv_bytes_per_token, measured.state_bytes)
         measured = replace(measured, coded=sizes)
-    spilled = None
+    spilled = parked = None
     if spills:
+        from sglang_hybrid.cache.state_slots.parked_kv import make_parked_kv
         from sglang_hybrid.cache.state_slots.spilled_states import make_spilled_states
 
         spilled = make_spilled_states(cache, params)
+        if spilled is not None and not tiers:  # SGLang's walk over copies counts the KV in the pool
+            parked = make_parked_kv(cache, params, spilled.freed)
     shadow_tree: ShadowTree | None = None
     on_cpu = str(getattr(allocator, "device", "cpu")) == "cpu"
     speeds = MeasuredSpeeds(measured, on_cpu=on_cpu)
@@ -173,6 +183,7 @@ def build_parts(
         _full_hits(cache, params) if full_hits and shadow_tree is not None else None,
         coded,
         spilled,
+        parked,
     )
     if shadow_tree is not None:
         parts.step_clock.join(shadow_tree.is_pin_over, shadow_tree.on_time)

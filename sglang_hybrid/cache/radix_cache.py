@@ -113,7 +113,7 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         )
         self.unplanned = unplanned
         self.cost, self.account, self.stats = parts.cost, parts.account, parts.stats
-        self.spilled = parts.spilled
+        self.spilled, self.parked = parts.spilled, parts.parked
         self.shadow_tree, self.slots, self.lookups = parts.shadow_tree, parts.slots, parts.lookups
         self.speeds, self.tier_stats, self.learning = parts.speeds, parts.tier_stats, parts.learning
         self.decision_log, self.explainer = parts.decision_log, parts.explainer
@@ -126,6 +126,8 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
             self.schedule = make_served_queue(self, self.options, priority_sign)
         self.modular: ModularPrompts | None = None  # once a prompt of segments has come
         super().__init__(with_our_components(params, parts))
+        if parts.parked is not None:
+            self.tree_core.parked = parts.parked
         self.start_tiers(self.schedule, self.options.hybrid_offload_watermark)
         with_states = self.is_mamba_enabled and not self.disable
         self.prefill_adder_class = adder_class(self.schedule, with_states=with_states)
@@ -152,6 +154,8 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
             logger.info("sglang_hybrid: %s.", parts.coded.describe())
         if parts.spilled is not None:
             logger.info("sglang_hybrid: %s.", parts.spilled.describe())
+        if parts.parked is not None:
+            logger.info("sglang_hybrid: %s.", parts.parked.describe())
 
     @property
     def policy_name(self) -> str:
@@ -336,8 +340,9 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         super().reset()
         if self.parts.coded is not None:
             self.parts.coded.reset()
-        if self.spilled is not None:
-            self.spilled.reset()
+        for lent in (self.spilled, self.parked):
+            if lent is not None:
+                lent.reset()
         self.decision_log.on_flush()
         self.plans.forget_all()
         if self.modular is not None:
@@ -352,7 +357,9 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
             tree = self.tree_core
             self.shadow_tree.check(
                 tree.root_node,
-                kv_tokens=tree.full_evictable_size() + tree.full_protected_size(),
+                kv_tokens=tree.full_evictable_size()
+                + tree.full_protected_size()
+                + (0 if self.parked is None else self.parked.tokens),
                 states=tree.mamba_evictable_size()
                 + tree.mamba_protected_size()
                 + (0 if self.spilled is None else len(self.spilled)),

@@ -96,6 +96,7 @@ class CacheReport:
             "tiers": cache.tiers_info(),
             "coded": None if parts.coded is None else parts.coded.as_dict(),
             "spilled": None if cache.spilled is None else cache.spilled.as_dict(),
+            "parked": None if cache.parked is None else cache.parked.as_dict(),
             "schedule": None if cache.schedule is None else cache.schedule.info(),
             "pins": None if pins is None else pins.as_dict(),
             "full_hits": None if parts.full_hits is None else parts.full_hits.info(),

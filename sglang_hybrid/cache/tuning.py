@@ -161,8 +161,12 @@ class Tuning:
             return int(memory.free_bytes + cached)
         if cache.is_mamba_enabled:
             states += int(cache.req_to_token_pool.mamba_allocator.available_size())
-        spilled = 0 if cache.spilled is None else cache.spilled.tokens
-        return Split(kv + int(allocator.available_size()), states, spilled)
+        spilled = parked = 0
+        if cache.spilled is not None:
+            spilled = cache.spilled.tokens
+        if cache.parked is not None:
+            states, parked = states + cache.parked.slots, cache.parked.tokens_of_slot
+        return Split(kv + int(allocator.available_size()), states, spilled, parked)
 
     def poll(self) -> list[PolicySwitch | SpeedsMeasured | LearntBefore]:
         """The message of the first rank to all ranks, with the requests of this step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.records.pin import DEFAULT_SHARE
@@ -30,12 +30,14 @@ LEAST_SLOTS = 2
 @dataclass(frozen=True)
 class Split:
     """A budget in two pools: KV tokens and state slots. spilled: tokens of KV in whose place a
-    state can lie for which there is no slot; 0: the pools lend each other nothing.
+    state can lie for which there is no slot; parked: tokens of KV that can lie in a slot without a
+    state; 0 each: the pools lend each other nothing.
     """
 
     kv_tokens: int
     slots: int
     spilled: int = 0
+    parked: int = 0
 
     @classmethod
     def of(
@@ -47,7 +49,7 @@ class Split:
         spills: bool = False,
     ) -> Split:
         """`budget` bytes, split as --mamba-full-memory-ratio does; None: as we default it. spills:
-        states without a slot may lie in the place of KV, if they are large enough; there are two
+        the pools lend each other what they can, if states are large enough for that; there are two
         slots at least then. What is left of a slot is KV.
         """
         kv_bytes, state_bytes = cost.kv_bytes_per_token, cost.state_bytes
@@ -59,7 +61,19 @@ class Split:
         if spilled:
             slots = max(slots, min(LEAST_SLOTS, budget // state_bytes))
         for_kv = budget - slots * state_bytes
-        return cls(for_kv // kv_bytes if kv_bytes else UNBOUNDED, slots, spilled)
+        pools = cls(for_kv // kv_bytes if kv_bytes else UNBOUNDED, slots)
+        return pools.lending(cost) if spills else pools
+
+    def lending(self, cost: CostModel) -> Split:
+        """These pools, which lend each other what they can, as two pools `of` a budget do."""
+        spilled = cost.spilled_tokens
+        fit = cost.state_bytes // cost.kv_bytes_per_token if spilled else 0
+        return replace(self, spilled=spilled, parked=fit)
+
+    @property
+    def apart(self) -> Split:
+        """These pools, which lend each other nothing."""
+        return replace(self, spilled=0, parked=0)
 
     def bytes(self, cost: CostModel) -> int:
         """Of both pools."""

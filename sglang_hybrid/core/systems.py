@@ -7,7 +7,7 @@ server a `Spec` names the policy in force.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -70,7 +70,7 @@ class Setting:
             return Split.of(self.budget, self.cost)
         pools = self.memory
         assert isinstance(pools, Split), "without a bound there are two pools"
-        return replace(pools, spilled=0)
+        return pools.apart
 
 
 @dataclass(frozen=True)

@@ -586,9 +586,8 @@ class Server:
         assert len(set(taken)) == len(taken), "a slot was freed twice"
 
     def _held_states(self) -> tuple[int, int]:
-        """States of the tree, and slots of running requests."""
-        tree = self.cache.tree_core
-        cached = tree.mamba_evictable_size() + tree.mamba_protected_size()
+        """States of the tree and slots in which KV lies, and slots of running requests."""
+        cached = self.cache.mamba_evictable_size() + self.cache.mamba_protected_size()
         own = 0
         for req in self.running:
             own += req.kv.holds_mamba

@@ -51,6 +51,12 @@ CONFIGS |= {
         CONFIGS["one memory, extra_buffer, pages of 4"], one_memory=False, spills=True
     ),
 }
+CONFIGS |= {
+    "parking": replace(CONFIGS["spilling"], states=24, kv=112),
+    "parking, extra_buffer, pages of 4": replace(
+        CONFIGS["spilling, extra_buffer, pages of 4"], states=32, kv=160
+    ),
+}
 CODED = {
     f"coded, {name}": replace(CONFIGS[name], row=16)
     for name in ("no_buffer", "extra_buffer, pages of 4", "one memory")

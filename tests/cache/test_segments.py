@@ -25,7 +25,7 @@ from sglang_hybrid.extensions.schemas.composition.recording import Kind, Recordi
 from sglang_hybrid.serving.requests.cache_fields import CacheFields, Imported, fields_of
 from sglang_hybrid.serving.stored_keys import composed_key, segment_key
 from tests.cache.backends import options
-from tests.cache.driver import MAMBA, Sizes, build_cache
+from tests.cache.driver import MAMBA, Server, Sizes, build_cache
 from tests.cache.tiers import TieredServer, mark
 from tests.examples import seeds
 
@@ -415,11 +415,29 @@ def test_where_no_states_are_composed_the_client_is_told(more: dict[str, Any], w
     assert why in at.cache.lookups.report(req).as_dict()["composes_nothing"]
 
 
+class DeviceServer(SegmentServer):
+    """Without memory below the device."""
+
+    builds = staticmethod(build_cache)
+
+    def admit(self, req: Req) -> bool:
+        joined = Server.admit(self, req)
+        if joined:
+            self._check_resumed(req)
+        return joined
+
+    def poll(self) -> None:
+        """There are no copies."""
+
+    check = Server.check
+
+
 KINDS = {
     "reuse": SIZES,
     "sglang-lru": SIZES,
     "one memory": replace(SIZES, one_memory=True, state_tokens=12),
     "spilled states": replace(SIZES, states=6, kv=300, spills=True, state_tokens=12),
+    "parked KV": replace(SIZES, states=30, kv=110, spills=True, state_tokens=12),
 }
 
 
@@ -432,7 +450,8 @@ def test_any_traffic_resumes_from_its_own_kind(seed: int, kind: str) -> None:
     draw = random.Random(seed)
     sizes = KINDS[kind]
     policy = "reuse" if sizes.shares else kind
-    at = SegmentServer.on(sizes, options(policy), draw.choice([0, 2]))
+    server = DeviceServer if kind == "parked KV" else SegmentServer
+    at = server.on(sizes, options(policy), draw.choice([0, 2]))
     start = at.free()
     for _ in range(120):
         asked = drawn(draw, exact_only=draw.random() < 0.1)
@@ -467,6 +486,7 @@ def test_any_traffic_resumes_from_its_own_kind(seed: int, kind: str) -> None:
         at.poll()
         at.check()
     assert at.composed
+    assert (at.cache.parked is not None) == (kind == "parked KV")
     assert not sizes.spills or at.cache.spilled.spilled
     while at.cache.ongoing_write_through:
         at.poll()

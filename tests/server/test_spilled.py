@@ -1,5 +1,5 @@
-"""Two pools whose states spill into KV: hits on states that have no slot are exact, whatever the
-layers, and nothing is lost.
+"""Two pools that lend: hits on states that have no slot, and behind KV that lies in slots, are
+exact, whatever the layers, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGES = ("--page-size", "16")
 """A request holds three slots then."""
 
 
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     ("architecture", "flags"),
     [
         *((name, ()) for name in ("nemotron-h", "qwen3-next", "kimi-linear", "falcon-h1")),
@@ -37,6 +37,9 @@ PAGES = ("--page-size", "16")
         ("kimi-linear", PAGES),
     ],
 )
+
+
+@KINDS
 def test_hits_on_spilled_states_are_exact(
     architecture: str, flags: tuple[str, ...], serve: Serve, seed: int
 ) -> None:
@@ -64,6 +67,37 @@ def test_hits_on_spilled_states_are_exact(
         assert said(server)
 
 
+@KINDS
+def test_hits_behind_parked_kv_are_exact(
+    architecture: str, flags: tuple[str, ...], serve: Serve, seed: int
+) -> None:
+    """More prompts than the pool of KV holds, and slots for more than their states, asked again:
+    what they resume behind comes back, in exchange for other KV.
+    """
+    prompts = [random_prompt(TOKENS + 7 * at, seed=seed % 2**16 + at) for at in range(PROMPTS)]
+    slots, kv = 200, 2_400
+    pools = ("--max-mamba-cache-size", str(slots), "--max-total-tokens", str(kv))
+    with serve(*SPILLS, *pools, *flags, of=architecture) as server:
+        for prompt in prompts:
+            assert not cached(ask(server.url, prompt, NEW_TOKENS))
+        again = [ask(server.url, prompt, NEW_TOKENS) for prompt in prompts]
+        seen = hybrid_cache(server.url)
+        assert seen["parked"]["now"] > sum(map(len, prompts)) - kv
+        assert seen["parked"]["brought_back"] > kv
+        assert not sum(seen["evicted"].values())
+        hits = [cached(record) for record in again]
+        assert sum(hits) > 0.9 * sum(map(len, prompts))
+        for prompt, record in zip(prompts, again, strict=True):
+            assert same(record, cold(server.url, prompt, NEW_TOKENS))
+        flush(server.url)
+        seen = hybrid_cache(server.url)
+        assert all_is_free(seen, slots)
+        assert seen["parked"]["now"] == seen["parked"]["slots"] == 0
+        assert said(server)
+
+
 def test_pools_lend_nothing_where_that_was_asked_for(serve: Serve) -> None:
     with serve("--hybrid-memory", "split", *POOLS) as server:
-        assert hybrid_cache(server.url)["spilled"] is None
+        seen = hybrid_cache(server.url)
+        assert seen["spilled"] is None
+        assert seen["parked"] is None

@@ -1,4 +1,4 @@
-"""Evictions where KV and states share bytes: all of them, or where states spill into KV."""
+"""Evictions where KV and states share bytes: all of them, or where two pools lend them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sglang_hybrid.core.costs.cost import UNBOUNDED
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+    from sglang_hybrid.cache.state_slots.parked_kv import ParkedKv
     from sglang_hybrid.cache.state_slots.spilled_states import SpilledStates
     from sglang_hybrid.core.memory.account import MemoryAccount
 
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
 class OneMemoryCache(UnifiedRadixCache):
     """SGLang's cache on one memory, or on its two pools if there is no `account`.
 
-    spilled: states in the place of KV; None where pools lend each other nothing. shadow_tree: None
-    where SGLang's own order decides, and its walks stay.
+    spilled: states in the place of KV; parked: KV in slots without a state; None where pools lend
+    each other nothing. shadow_tree: None where SGLang's own order decides, and its walks stay.
     """
 
     account: MemoryAccount | None
     spilled: SpilledStates | None
+    parked: ParkedKv | None
     shadow_tree: ShadowTree | None
 
     def full_evictable_size(self) -> int:
@@ -35,6 +37,10 @@ class OneMemoryCache(UnifiedRadixCache):
     def full_protected_size(self) -> int:
         spilled = 0 if self.spilled is None else self.spilled.held
         return int(super().full_protected_size()) + spilled
+
+    def mamba_evictable_size(self) -> int:
+        parked = 0 if self.parked is None else self.parked.slots
+        return int(super().mamba_evictable_size()) + parked
 
     def _evict_components(
         self,
@@ -46,7 +52,7 @@ class OneMemoryCache(UnifiedRadixCache):
     ) -> None:
         """Evict in one memory, where a victim of either kind makes room for either: so there is one
         walk: that over states, which ends leaves, too (unified_radix_cache.py:952-1060). Where
-        states spill, a move may be enough.
+        pools lend, a move may be enough.
         """
         if self.shadow_tree is None or (self.account is None and self.spilled is None):
             super()._evict_components(
@@ -78,10 +84,10 @@ class OneMemoryCache(UnifiedRadixCache):
             while not enough():
                 if allocation_reclaim_satisfied is None and self.spilled is not None:
                     kv, slots = surplus(ComponentType.FULL), surplus(ComponentType.MAMBA)
-                    if self._move(self.spilled, kv, slots):
+                    if self._move(self.spilled, self.parked, kv, slots):
                         continue
-                    if kv >= 0 and not self.spilled.movable:
-                        break  # requests hold all slots, so no victim frees one
+                    if self._is_held(self.spilled, self.parked, kv, slots):
+                        break
                 node_id, made_progress = self._evict_device_next_node(ComponentType.MAMBA, tracker)
                 if node_id is not None:
                     self._give_up_leaf(node_id, tracker)
@@ -91,14 +97,28 @@ class OneMemoryCache(UnifiedRadixCache):
             self.tree_core.evict_device_end(ComponentType.MAMBA)
 
     @staticmethod
-    def _move(spilled: SpilledStates, kv: int, slots: int) -> bool:
-        """Move a state from where room is lacking, if there is more than what is asked for of the
-        other kind; returns whether one was moved. kv, slots: what is there beyond that, below 0
-        where it is lacking.
+    def _move(spilled: SpilledStates, parked: ParkedKv | None, kv: int, slots: int) -> bool:
+        """Move a state or KV from where room is lacking, if there is more than what is asked for of
+        the other kind; returns whether anything was moved. kv, slots: what is there beyond that,
+        below 0 where it is lacking.
         """
         if slots < 0:
+            if parked is not None and parked.slots:
+                return parked.give_back_slot(kv)
             return kv >= spilled.tokens and spilled.spill()
-        return slots > 0 and spilled.bring_back()
+        if slots > 0 and spilled.bring_back():
+            return True
+        return parked is not None and parked.park(-kv, slots)
+
+    def _is_held(
+        self, spilled: SpilledStates, parked: ParkedKv | None, kv: int, slots: int
+    ) -> bool:
+        """True if requests hold all of what is lacking, so that no victim frees it. kv, slots: as
+        above.
+        """
+        of_kv = kv >= 0 or (parked is not None and not self.full_evictable_size())
+        movable = spilled.movable or (0 if parked is None else parked.slots)
+        return of_kv and (slots >= 0 or not movable)
 
     def _give_up_leaf(self, node_id: int, tracker: dict[ComponentType, int]) -> None:
         """Evict a leaf; where SGLang writes back, after its copy to the host (1028-1052)."""

@@ -12,6 +12,7 @@ nothing of it is kept.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -153,21 +154,28 @@ class ModularPrompts:
             return Composition(why_never=why)
         if fields_of(req).hints.exact:
             return whole
-        length = asked.length
-        have, head = self._lookup(key.token_ids[:length], key, key.extra_key)
+        with ExitStack() as held:
+            return self._compose_held(req, key, asked, held)
+
+    def _compose_held(
+        self, req: Req, key: RadixKey, asked: Imported, held: ExitStack
+    ) -> Composition:
+        """held: what is looked up is held until it ends, so that it stays where it is."""
+        cache, whole, length = self._cache, Composition(), asked.length
+        have = self._lookup(key.token_ids[:length], key, key.extra_key, held)[0]
         if len(have) == length:
             return Composition(length)
-        segments = self._segments(req, key, asked)
+        segments = self._segments(req, key, asked, held)
         missing = [number for number, segment in enumerate(segments) if segment is None]
         if missing:
             fits = self._states is None or self._states.could_hold(len(segments))
             return Composition(0, missing if fits else ())
         stored = [segment for segment in segments if segment is not None]
-        target, slot = self._room(length - len(have), [*(one.node for one in stored), head])
+        nodes, tokens = [one.node for one in stored], [one.tokens for one in stored]
+        target, slot = self._room(length - len(have), nodes)
         if target is None:
             return whole
         source = torch.cat([one.kv for one in stored])[len(have) :]
-        nodes, tokens = [one.node for one in stored], [one.tokens for one in stored]
         states = None if slot is None else self._states
         slots = [] if states is None else states.slots(nodes)
         moved = [] if states is None else states.transitions(req, nodes)
@@ -191,39 +199,35 @@ class ModularPrompts:
             cache.slots.give_back(slot)
         return Composition(length)
 
-    def _segments(self, req: Req, key: RadixKey, asked: Imported) -> list[StoredSegment | None]:
+    def _segments(
+        self, req: Req, key: RadixKey, asked: Imported, held: ExitStack
+    ) -> list[StoredSegment | None]:
         """The segments of a prompt as far as they are stored, with all that is needed of them."""
         found, at = [], 0
         for start, tokens in asked.segments:
             under = stored_under(segment_key(asked.extra_key, start), req.lora_id)
-            kv, node = self._lookup(key.token_ids[at : at + tokens], key, under)
+            kv, node = self._lookup(key.token_ids[at : at + tokens], key, under, held)
             there = len(kv) == tokens and (self._states is None or self._states.has(req, node))
             found.append(StoredSegment(tokens, kv, node) if there else None)
             at += tokens
         return found
 
     def _room(
-        self, tokens: int, held: Sequence[Any]
+        self, tokens: int, segments: Sequence[int]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Slots for the KV of so many tokens and, with recurrent layers, for a state [1]; none of
-        them if there is no room. The nodes `held`, those of the segments and the one behind which
-        their KV goes, are not evicted for that.
+        them if there is no room. segments: their nodes.
         """
         cache, slot = self._cache, None
-        locks = [cache.lock(node) for node in held]
-        try:
-            if self._states is not None:
-                slot = cache.slots.take() if self._in_slots(held[:-1]) else None
-                if slot is None:
-                    return None, None
-            evict_from_tree_cache(cache, tokens)
-            target = cache.token_to_kv_pool_allocator.alloc(tokens)
-            if target is None and slot is not None:
-                cache.slots.give_back(slot)
-            return target, slot
-        finally:
-            for lock in locks:
-                cache.unlock(lock)
+        if self._states is not None:
+            slot = cache.slots.take() if self._in_slots(segments) else None
+            if slot is None:
+                return None, None
+        evict_from_tree_cache(cache, tokens)
+        target = cache.token_to_kv_pool_allocator.alloc(tokens)
+        if target is None and slot is not None:
+            cache.slots.give_back(slot)
+        return target, slot
 
     def _in_slots(self, nodes: Sequence[int]) -> bool:
         """Give the states of these nodes, which are held, a slot where they lie in the place of KV;
@@ -262,12 +266,20 @@ class ModularPrompts:
         return len(self._lookup(key.token_ids[:length], key, key.extra_key)[0]) == length
 
     def _lookup(
-        self, ids: array[int], like: RadixKey, extra_key: str | None
+        self, ids: array[int], like: RadixKey, extra_key: str | None, held: ExitStack | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """Slots [n] of the KV that is stored of these tokens, and the node where it ends."""
+        """Slots [n] of the KV that is stored of these tokens, and the node where it ends. It is
+        held until `held` ends, and in the pool; nothing is found where there is no room for it.
+        """
+        cache = self._cache
         result = self._match(MatchPrefixParams(self._key(like, ids, extra_key)))
-        slots = self._cache.path_device_indices(result.last_device_node)
-        return slots[: result.device_prefix_len], result.last_device_node
+        node, elsewhere = result.last_device_node, cache.parts.elsewhere
+        if held is not None:
+            held.callback(cache.unlock, cache.lock(node))
+        if elsewhere is not None and not elsewhere.decode(cache.tree_core.node_by_id(node)):
+            result = result._replace(device_prefix_len=0)
+        slots = cache.path_device_indices(node)
+        return slots[: result.device_prefix_len], node
 
     def _key(self, like: RadixKey, ids: array[int], extra_key: str | None) -> RadixKey:
         return RadixKey(ids, extra_key, is_bigram=like.is_bigram, cache_salt=like.cache_salt)

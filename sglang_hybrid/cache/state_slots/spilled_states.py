@@ -84,10 +84,10 @@ class SpilledStates:
         """States in slots that nobody holds."""
         return len(self._movable)
 
-    @property
-    def room(self) -> int:
-        """States that could be spilled now without an eviction."""
-        return min(self.movable, int(self._kv.available_size()) // self.tokens)
+    def room(self, kept: int) -> int:
+        """States that could be spilled without an eviction, if `kept` tokens of KV stay free."""
+        free = max(0, int(self._kv.available_size()) - kept)
+        return min(self.movable, free // self.tokens)
 
     def describe(self) -> str:
         """The memory that a spilled state takes, for the log."""

@@ -72,9 +72,13 @@ class PoolStateSlots:
             send_back(req, self._cache.req_to_token_pool)
 
     def free(self) -> int:
-        """Slots that cost nothing: free ones, and those of states that can move to free KV."""
-        spilled = self._cache.spilled
-        return free_slots(self._allocator) + (0 if spilled is None else spilled.room)
+        """Slots that cost nothing: free ones, and those of states and of KV that can move to free
+        KV.
+        """
+        spilled, parked = self._cache.spilled, self._cache.parked
+        free = free_slots(self._allocator) + (0 if parked is None else parked.room)
+        kept = 0 if parked is None else parked.tokens
+        return free + (0 if spilled is None else spilled.room(kept))
 
     def take(self, request: CheckpointRequest | None = None) -> torch.Tensor | None:
         """A slot [1] for `request`, pushing out the cheapest victim if none is free; None if

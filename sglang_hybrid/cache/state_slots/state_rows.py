@@ -31,7 +31,7 @@ class StateRows:
     def __init__(self, kv: Sequence[Tensor], states: Sequence[Tensor], page: int) -> None:
         if not kv:
             raise ValueError("the model has no KV")
-        self._kv = [_words_of_rows(tensor) for tensor in kv]
+        self._kv = [words_of_rows(tensor) for tensor in kv]
         sizes = [rows.shape[1] * rows.itemsize for rows in self._kv]
         self._states = [tensor for tensor in states if tensor.numel()]
         parts = [tensor[:, :1].nbytes for tensor in self._states]
@@ -71,7 +71,7 @@ class StateRows:
             states.index_copy_(1, slot, part)
 
 
-def _words_of_rows(tensor: Tensor) -> Tensor:
+def words_of_rows(tensor: Tensor) -> Tensor:
     """int64 [tokens, words] of the same memory: a copy moves eight bytes at once."""
     rows = tensor.flatten(1) if tensor.is_contiguous() else None
     if rows is None or rows.shape[1] * rows.element_size() % ALIGNED:

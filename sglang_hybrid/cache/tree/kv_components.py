@@ -35,8 +35,8 @@ class CountedFull(FullComponent):
             if not self._has_state(node):
                 self._parts.stats.evicted[Evicted.KV.value] += 1
             self.kv_dropped(node)
-            if self._parts.coded is not None:
-                self._parts.coded.on_kv_eviction(node)
+            if self._parts.elsewhere is not None:
+                self._parts.elsewhere.on_kv_eviction(node)
         freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
         return freed
 
@@ -46,9 +46,9 @@ class CountedFull(FullComponent):
     def update_component_on_insert_overlap(
         self, node: UnifiedTreeNode, *args: Any, value_slice: Any, **named: Any
     ) -> int:
-        """Put what a request has computed anew into the place of coded KV."""
-        coded = self._parts.coded
-        if coded is not None and coded.adopt(node, value_slice):
+        """Put what a request has computed anew into the place of coded KV, or of parked KV."""
+        elsewhere = self._parts.elsewhere
+        if elsewhere is not None and elsewhere.adopt(node, value_slice):
             return 0
         return int(
             super().update_component_on_insert_overlap(
@@ -62,6 +62,8 @@ class CountedFull(FullComponent):
         coded, data = self._parts.coded, child.component_data[self.component_type]
         if coded is None or not coded.has_kv(child):
             super().redistribute_on_node_split(new_parent, child)
+            if self._parts.parked is not None:
+                self._parts.parked.split(new_parent, child)
             return
         data.value = None
         super().redistribute_on_node_split(new_parent, child)

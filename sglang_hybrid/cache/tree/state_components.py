@@ -94,7 +94,8 @@ class RobustMamba(MambaComponent):
             result.best_match_node, self.component_type
         )
         node = self.tree_core.node_by_id(result.best_match_node)
-        decoded = coded is None or coded.decode(node)
+        elsewhere = self._parts.elsewhere
+        decoded = elsewhere is None or elsewhere.decode(node)
         if not decoded:  # what an earlier look-up was to copy belongs to a hit, not to a miss
             send_back(req, self.cache.req_to_token_pool)
         if not decoded or (

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
     from sglang_hybrid.cache.state_events import StateEvents
+    from sglang_hybrid.cache.state_slots.parked_kv import ParkedKv
     from sglang_hybrid.cache.tiers.copy_worth import WriteJudge
     from sglang_hybrid.cache.tiers.request_loads import WayChooser
 
@@ -58,6 +59,7 @@ class HybridTreeCore(MarkedTreeCore):
         self._splitting = False
         self.ways: WayChooser | None = None
         self.writes: WriteJudge | None = None
+        self.parked: ParkedKv | None = None
         self.due_copies: dict[int, None] = {}
         self.state_events: StateEvents | None = None
         super().__init__(params, components)
@@ -177,6 +179,8 @@ class HybridTreeCore(MarkedTreeCore):
     def _add_new_node(self, parent: UnifiedTreeNode, *args: Any, **kwargs: Any) -> UnifiedTreeNode:
         node = super()._add_new_node(parent, *args, **kwargs)
         self.shadow_tree.on_add(node)
+        if self.parked is not None:
+            self.parked.on_add(node)
         return node
 
     def _split_node(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Final
 
@@ -144,4 +144,5 @@ def _usual_room(rooms: Sequence[Split | int], *, has_states: bool) -> Split | in
     if not pools:
         return median_low(room for room in rooms if isinstance(room, int))
     slots = median_low(room.slots for room in pools) if has_states else UNBOUNDED
-    return Split(median_low(room.kv_tokens for room in pools), slots, pools[0].spilled)
+    kv_tokens = median_low(room.kv_tokens for room in pools)
+    return replace(pools[0], kv_tokens=kv_tokens, slots=slots)

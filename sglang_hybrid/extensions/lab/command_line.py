@@ -357,7 +357,7 @@ def _budgets(options: argparse.Namespace, cost: CostModel) -> Sequence[Budget]:
     if cost.state_bytes and not all(pool.slots for pool in pools):
         raise UsageError("pools without slots hold no state: they need 1:1 at least")
     if options.rules == "served":
-        return [replace(pool, spilled=cost.spilled_tokens) for pool in pools]
+        return [pool.lending(cost) for pool in pools]
     return pools
 
 

@@ -161,7 +161,7 @@ class SglangSimulator(SglangRules):
         self.chunk = chunk
         self.interval = interval
         if isinstance(budget, Split):
-            budget = replace(budget, spilled=0)  # its states stay in their pool
+            budget = budget.apart
         if isinstance(budget, int):
             budget = Split.of(budget, cost, SGLANG_STATES_TO_KV)
         self.kv_policy = PathLru()

@@ -82,11 +82,14 @@ class DeviceMemory:
 
     def _free_slots(self, budget: Split) -> int:
         """Slots that a new state can have: free ones, and those of states that can be spilled."""
-        states = self.states_used + self.slots_in_use
+        states, kv = self.states_used + self.slots_in_use, self.kv_used + self.kv_in_use
         free = max(0, budget.slots - states)
+        parked = max(0, kv - budget.kv_tokens)
+        if parked and budget.parked:
+            return free - -(-parked // budget.parked)
         if budget.spilled:
-            kv = self.kv_used + self.kv_in_use + _spilled_tokens(budget, states)
-            free += min(self.states_in_slots, (budget.kv_tokens - kv) // budget.spilled)
+            room = min(budget.kv_tokens, _kv_room(budget, states)) - kv
+            free += min(self.states_in_slots, room // budget.spilled)
         return free
 
     @property
@@ -114,8 +117,8 @@ class DeviceMemory:
             if states + (0 if self.budget.spilled else self.states_used) > self.budget.slots:
                 return self.state_pool
             kv += self.kv_used + self.kv_in_use
-            kv += _spilled_tokens(self.budget, self.states_used + states)
-            return self.pool if kv > self.budget.kv_tokens else None
+            room = _kv_room(self.budget, self.states_used + states)
+            return self.pool if kv > room else None
         return self.pool if self.used + self.bytes_of(kv, states) > self.budget else None
 
     def make_room(self, kv: int, states: int, path: list[Node]) -> bool:
@@ -203,9 +206,12 @@ class DeviceMemory:
         return self.could_hold(kv, states)
 
 
-def _spilled_tokens(budget: Split, states: int) -> int:
-    """Tokens of KV in whose place states lie for which there is no slot."""
-    return max(0, states - budget.slots) * budget.spilled
+def _kv_room(budget: Split, states: int) -> int:
+    """Tokens of KV for which there is room beside so many states: without those in whose place
+    states lie for which there is no slot, or with those that can lie in slots without a state.
+    """
+    beside = budget.slots - states
+    return budget.kv_tokens + beside * (budget.parked if beside > 0 else budget.spilled)
 
 
 def pools_of(

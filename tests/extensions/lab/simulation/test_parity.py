@@ -143,7 +143,7 @@ def served(
 ) -> tuple[Played, Split, CostModel]:
     """The results of the server's cache, on which pools, or in one memory of as many bytes, and its
     measured costs. coded: entries are coded before they are evicted, and rows are long enough for
-    that. spills: states may lie in the place of KV; those that do are no slots that are held.
+    that. spills: the pools lend; each state counts as one that is held, and each token.
     """
     requests = trace(name, limit)
     longest = max(len(request.tokens) for request in requests) + 64
@@ -170,7 +170,11 @@ def served(
     free_kv, free_slots = server.free()
     spilled = len(server.cache.spilled) if spills else 0
     held = (kv - free_kv - spilled * STATE_TOKENS, pools.slots - free_slots + spilled)
-    room = Split(kv, pools.slots, STATE_TOKENS if spills else 0)
+    room = Split(kv, pools.slots)
+    if spills:
+        parked = server.cache.parked
+        room = replace(room, spilled=STATE_TOKENS, parked=parked.tokens_of_slot)
+        held = (held[0] + parked.tokens, held[1] - parked.slots)
     return Played(hits, held), room, server.cache.cost
 
 
@@ -232,9 +236,20 @@ def test_states_spill_as_on_the_server(name: str, policy: str) -> None:
         assert simulated(trace(name, 300), pools, cost, policy) == theirs
         for other in (
             replace(pools, kv_tokens=pools.kv_tokens - pools.kv_tokens // 10),
-            replace(pools, spilled=0),
+            pools.apart,
         ):
             assert simulated(trace(name, 300), other, cost, policy).hits != theirs.hits
+
+
+@pytest.mark.parametrize("policy", some(["reuse"], OURS))
+@pytest.mark.parametrize("name", TRACES_OF_BOTH)
+def test_kv_lies_in_slots_as_on_the_server(name: str, policy: str) -> None:
+    """Token by token, where there are more slots than states. That it does is seen."""
+    pools = replace(POOLS[name][0], slots=80)
+    theirs, pools, cost = served(name, 300, pools, policy, spills=True)
+    assert sum(theirs.hits) > 0
+    assert simulated(trace(name, 300), pools, cost, policy) == theirs
+    assert simulated(trace(name, 300), replace(pools, parked=0), cost, policy) != theirs
 
 
 @pytest.mark.parametrize("one_memory", [False, True])

@@ -71,8 +71,8 @@ class SwitchingServed(Switching, ServerSimulator):
     def room(self) -> Split | int:
         kv, slots = self.memory.kv_in_use, self.memory.slots_in_use
         if isinstance(self.budget, Split):
-            left = self.budget.kv_tokens - kv, self.budget.slots - slots
-            return Split(*left, self.budget.spilled)
+            kv, slots = self.budget.kv_tokens - kv, self.budget.slots - slots
+            return replace(self.budget, kv_tokens=kv, slots=slots)
         assert self.budget is not None
         return self.budget - self.memory.bytes_of(kv, slots)
 
