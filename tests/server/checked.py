@@ -46,6 +46,9 @@ def check_slots(checker: SchedulerInvariantChecker) -> None:
             for _, plan in cache.plans.planner.in_flight()
             for checkpoint in plan.pending_checkpoints
         ]
+    if cache.parked is not None:
+        parked = cache.parked
+        owners["parked KV"] = parked._slot_of[list(parked._places._taken_in)].tolist()
     owners |= {req.rid: slots_of(req.kv) for req in checker._requests_owning_rows()}
     owners |= {name: slots_of(kv) for name, kv in cache.session_records().items()}
     counted = Counter(slot for slots in owners.values() for slot in slots)

@@ -36,11 +36,12 @@ logger = logging.getLogger(__name__)
 
 KV, STATE = ComponentType.FULL, ComponentType.MAMBA
 
-AT_ONCE: Final = 512
-"""Tokens that are parked together where fewer are asked for: a decode step asks for one or two."""
+LEAST_AT_ONCE: Final = 1_024
+"""Tokens that are parked together where fewer are asked for: a decode step asks for one for each
+request."""
 
-MOST_AT_ONCE: Final = 4_096
-"""Tokens that are exchanged together: as many lie beside the pools meanwhile."""
+MOST_BYTES: Final = 64 << 20
+"""Of KV that is copied together: as many lie beside the pools meanwhile."""
 
 
 class ParkedKv:
@@ -59,6 +60,8 @@ class ParkedKv:
         states = params.req_to_token_pool.mamba_pool.mamba_cache.temporal
         self._rows = ParkedRows(kv_buffers(self._kv.get_kvcache()), states, self._page)
         self.tokens_of_slot = self._rows.tokens
+        together = MOST_BYTES // self._rows.token_bytes // self._page
+        self._most_at_once = max(1, together) * self._page
         self.freed = freed
         self.parked = self.brought_back = 0
         self._slot_of = torch.zeros(states.shape[1], dtype=torch.int64, device=states.device)
@@ -111,12 +114,12 @@ class ParkedKv:
     # Where room is lacking.
 
     def park(self, tokens: int, free_slots: int) -> bool:
-        """Move KV that nobody holds into slots, so that `tokens` are free, or as many as can be:
-        what was used least recently first, and of each node what it ends with. Returns whether
-        there was any. free_slots: slots without a state that may be had.
+        """Move KV that nobody holds into slots, of which `tokens` tokens are wanted: what was used
+        least recently first, and of each node what it ends with. Returns whether there was any.
+        free_slots: slots without a state that may be had.
         """
         places = self._places
-        wanted = max(tokens, AT_ONCE)
+        wanted = min(max(tokens, LEAST_AT_ONCE), self._most_at_once)
         while places.free < wanted and free_slots > 0 and self._add_slot():
             free_slots -= 1
         wanted = min(wanted, places.free)
@@ -180,7 +183,8 @@ class ParkedKv:
             return False
         while short > 0:
             name = next(reversed(self._of))
-            there = self._kv.alloc(min(len(self._of[name]), -(-short // self._page) * self._page))
+            wanted = -(-short // self._page) * self._page
+            there = self._kv.alloc(min(len(self._of[name]), wanted, self._most_at_once))
             if there is None:
                 return False
             self.freed[KV] -= len(there)
@@ -230,13 +234,14 @@ class ParkedKv:
     def _fetch(self, node: UnifiedTreeNode) -> bool:
         """Bring all KV of `node` back, which is held; whether there was room for it."""
         missing = len(self._of[node.id])
-        free = min(missing, int(self._kv.available_size()) // self._page * self._page)
-        there = self._kv.alloc(free) if free else None
-        if there is not None:
-            self._bring_back(node, there)
-            missing -= free
         while missing:
-            for other, tokens in self._unheld(min(missing, MOST_AT_ONCE)):
+            free = int(self._kv.available_size()) // self._page * self._page
+            there = self._kv.alloc(min(missing, free, self._most_at_once)) if free else None
+            if there is not None:
+                self._bring_back(node, there)
+                missing -= len(there)
+                continue
+            for other, tokens in self._unheld(min(missing, self._most_at_once)):
                 self._exchange(node, other, tokens)
                 missing -= len(tokens)
                 break

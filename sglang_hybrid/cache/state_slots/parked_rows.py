@@ -23,13 +23,14 @@ class ParkedRows:
         states: [layers, slots, ...] of any type, which lie together.
         page: tokens that KV is given out by.
 
-    tokens: of KV that fit into one slot, whole pages. Raises ValueError for KV whose rows do not
-    lie together, and for states that have no room for a token.
+    token_bytes: of the KV of one token. tokens: of KV that fit into one slot, whole pages. Raises
+    ValueError for KV whose rows do not lie together, and for states that have no room for a token.
     """
 
     def __init__(self, kv: Sequence[Tensor], states: Tensor, page: int) -> None:
         self._kv = [words_of_rows(tensor) for tensor in kv]
         words = sum(rows.shape[1] for rows in self._kv)
+        self.token_bytes = 8 * words
         if not states.is_contiguous() or states[0, 0].nbytes % 8:
             raise ValueError(f"states of shape {tuple(states.shape)} do not lie word by word")
         of_slots = states.flatten(2).view(torch.int64)
