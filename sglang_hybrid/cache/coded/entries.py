@@ -160,7 +160,7 @@ class CodedEntries:
 
     # Decoding.
 
-    def decode(self, node: UnifiedTreeNode) -> bool:
+    def make_readable(self, node: UnifiedTreeNode) -> bool:
         """Decode the KV that a request reads which resumes from `node`: node after node from above,
         so that each takes the slots that the ones before gave back. False if there is no room for
         one of them; those above stay decoded.

@@ -276,7 +276,7 @@ class ModularPrompts:
         node, elsewhere = result.last_device_node, cache.parts.elsewhere
         if held is not None:
             held.callback(cache.unlock, cache.lock(node))
-        if elsewhere is not None and not elsewhere.decode(cache.tree_core.node_by_id(node)):
+        if elsewhere is not None and not elsewhere.make_readable(cache.tree_core.node_by_id(node)):
             result = result._replace(device_prefix_len=0)
         slots = cache.path_device_indices(node)
         return slots[: result.device_prefix_len], node

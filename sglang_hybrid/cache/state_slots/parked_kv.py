@@ -209,7 +209,7 @@ class ParkedKv:
 
     # Before a request reads it.
 
-    def decode(self, node: UnifiedTreeNode) -> bool:
+    def make_readable(self, node: UnifiedTreeNode) -> bool:
         """Bring all KV back that a request reads which resumes from `node`; False if there is no
         room for it beside what is held.
         """

@@ -95,10 +95,10 @@ class RobustMamba(MambaComponent):
         )
         node = self.tree_core.node_by_id(result.best_match_node)
         elsewhere = self._parts.elsewhere
-        decoded = elsewhere is None or elsewhere.decode(node)
-        if not decoded:  # what an earlier look-up was to copy belongs to a hit, not to a miss
+        readable = elsewhere is None or elsewhere.make_readable(node)
+        if not readable:  # what an earlier look-up was to copy belongs to a hit, not to a miss
             send_back(req, self.cache.req_to_token_pool)
-        if not decoded or (
+        if not readable or (
             state is not None and not req.kv.holds_mamba and not self._room_for_a_copy(result)
         ):
             miss = self.tree_core.empty_match_result

@@ -182,7 +182,9 @@ def test_what_a_request_computes_anew_is_exact_again() -> None:
     path = [*range(40), 1, 2]
     held = server.arrive([*path, 7])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cache.parts.coded, "decode", lambda _: False)  # as if there were no room
+        patched.setattr(
+            cache.parts.coded, "make_readable", lambda _: False
+        )  # as if there were no room
         assert server.admit(held)
     assert held.prefix_len == 0
     server.complete(held, [9])
@@ -224,7 +226,7 @@ def test_a_miss_copies_no_state() -> None:
     assert server.look_up(req) > 0
     assert req.kv.mamba_cow_src_index is not None
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(server.cache.parts.coded, "decode", lambda _: False)
+        patched.setattr(server.cache.parts.coded, "make_readable", lambda _: False)
         assert server.look_up(req) == 0
     assert req.kv.mamba_cow_src_index is None
     assert not req.kv.holds_mamba
@@ -268,7 +270,7 @@ def test_a_state_that_was_computed_behind_a_coded_one_stays_inexact() -> None:
             cache.evict(EvictParams(num_tokens=1))
         prompt += [4, 5, 11]
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(coded, "decode", lambda _: False)  # as if there were no room
+            patched.setattr(coded, "make_readable", lambda _: False)  # as if there were no room
             server.serve(prompt, [12, 13])
         req = server.arrive([*prompt[:45], 14, 15])  # where the second prompt ended
         assert server.admit(req)
