@@ -40,7 +40,7 @@ FLAGS = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "3", "--hicache-storage-backend", "file"),
 )
 PROMPTS = [random_prompt(700, seed=seed) for seed in range(5)]
-KILLS = 10
+KILLS = 6
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -140,7 +140,12 @@ RESTARTS = [
 """A model, tokens of a page, and flags of the server that writes and of the one that reads."""
 
 
-@pytest.mark.parametrize(("architecture", "page", "before", "after"), RESTARTS)
+def words(value: str | tuple[str, ...]) -> str:
+    """A part of a test's name."""
+    return value if isinstance(value, str) else " ".join(value) or "default"
+
+
+@pytest.mark.parametrize(("architecture", "page", "before", "after"), RESTARTS, ids=words)
 def test_a_restart_finds_kv_and_states(
     tiered: Serve,
     disk: Path,
