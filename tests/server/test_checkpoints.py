@@ -37,6 +37,8 @@ from tests.server.expected import agree, conversations_agree, expect
 from tests.server.one_memory import TWO_POOLS
 
 NEW_TOKENS = 6
+LONG = 5_000
+"""Tokens, in forty chunks of 128."""
 
 
 @dataclass(frozen=True)
@@ -429,13 +431,13 @@ def test_ranks_that_would_share_jet_blocks_are_refused(serve: Serve) -> None:
 def a_late_sibling_is_exact(url: str) -> None:
     """It comes when the first chunks of a long prompt are computed, long before they differ."""
     flush(url)
-    first, late = siblings(9000, 2, seed=80)
+    first, late = siblings(LONG, 2, seed=80)
     before = hybrid_cache(url)["requests"]
     with ThreadPoolExecutor() as pool:
         running = pool.submit(ask, url, first, NEW_TOKENS)
         until(lambda: hybrid_cache(url)["requests"] > before)
         record = ask(url, late, NEW_TOKENS)
-        assert [cached(running.result()), cached(record)] == [0, 9000]
+        assert [cached(running.result()), cached(record)] == [0, LONG]
     assert same(record, cold(url, late, NEW_TOKENS))
 
 

@@ -36,6 +36,7 @@ PAGES = ("--page-size", "16")
         ("nemotron-h", PAGES),
         ("kimi-linear", PAGES),
     ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "default",
 )
 def test_hits_on_spilled_states_are_exact(
     architecture: str, flags: tuple[str, ...], serve: Serve, seed: int
