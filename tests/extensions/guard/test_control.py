@@ -22,6 +22,7 @@ from sglang.srt.managers.io_struct import (
     SlowDownReqInput,
     TokenizedGenerateReqInput,
     UnloadLoRAAdapterReqInput,
+    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
     UpdateWeightVersionReqOutput,
@@ -174,6 +175,16 @@ def test_who_asked_is_told_and_nobody_else() -> None:
         other.cancel()
 
     asyncio.run(ask())
+
+
+def test_who_waits_for_weights_from_disk_is_told() -> None:
+    """They have no communicator: the client would wait for ever."""
+    answers: list[Any] = []
+    manager: Any = SimpleNamespace(_handle_update_weights_from_disk_req_output=answers.append)
+    failed = dispatch(Scheduler(breaks), UpdateWeightFromDiskReqInput(model_path="m"))
+    handlers(manager)(failed)
+    (answer,) = answers
+    assert not answer.success and "KeyError: 'broken'" in answer.message
 
 
 def test_what_sglang_checks_itself_is_a_refusal() -> None:
