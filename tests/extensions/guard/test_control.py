@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
+    SendWeightsToRemoteInstanceReqInput,
     SlowDownReqInput,
     TokenizedGenerateReqInput,
     UnloadLoRAAdapterReqInput,
@@ -112,6 +113,18 @@ def test_what_was_not_released_is_not_resumed_and_nothing_is_computed_meanwhile(
 def test_a_server_is_slowed_down_within_bounds(seconds: float | None, done: bool) -> None:
     answer = dispatch(Scheduler(lambda _: None), SlowDownReqInput(forward_sleep_time=seconds))
     assert (answer is None) == done
+
+
+@pytest.mark.parametrize(("ports", "status"), [("1", None), ("2", 400), ("1,2", None)])
+def test_weights_are_sent_to_a_group_that_there_is(ports: str, status: int | None) -> None:
+    exporter = SimpleNamespace(tp_rank=0, _weights_send_group={"g_1_0": object()})
+    scheduler = Scheduler(lambda _: None)
+    runner = SimpleNamespace(weight_exporter=exporter)
+    scheduler.tp_worker = SimpleNamespace(model_runner=runner)  # type: ignore[attr-defined]
+    asked = SendWeightsToRemoteInstanceReqInput(master_address="a", ports=ports, group_name="g")
+    failed = dispatch(scheduler, asked)
+    assert getattr(failed, "status", None) == status
+    assert failed is None or "there is no group 'g' with the ports '2'" in failed.message
 
 
 class TakesEmbeddings:
