@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import default_process as default_process
-from tests.server.conftest import default_server as default_server
+from tests.server.conftest import at_defaults
 from tests.server.conftest import model_directory as model_directory
 from tests.server.conftest import pytest_itemcollected as pytest_itemcollected
 from tests.server.conftest import serve as serve
@@ -27,6 +26,13 @@ RunClient = Callable[..., dict[str, Any]]
 """Runs the named program of `programs/` against an address; what it printed. `own`: in the
 environment of the tests, in place of the clients'. One for Node.js runs in NODE.
 """
+
+
+@pytest.fixture(scope="package")
+def default_server() -> Iterator[str]:
+    """The address of a server that ends with the clients' tests: it holds two gigabytes."""
+    with at_defaults() as running:
+        yield running.url
 
 
 @pytest.fixture(scope="session")

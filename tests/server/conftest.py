@@ -80,8 +80,7 @@ def divide(model_directory: Callable[[str], Path]) -> Divide:
     return make
 
 
-@pytest.fixture(scope="session")
-def default_process() -> Iterator[ServerProcess]:
+def at_defaults() -> ServerProcess:
     """A server at its defaults that reports cached tokens, counts metrics, stores responses, has a
     page, and publishes where prompts can be resumed. Its weights are random: a state that is wrong
     shows in what they say, and not in a learnt sentence. Its processes are spawned, as users' are.
@@ -90,7 +89,12 @@ def default_process() -> Iterator[ServerProcess]:
     flags += ["--hybrid-ui", "text", *event_flags()]
     named = {KEY_VARIABLE: RECORD_KEY, **SPAWNED, "SGLANG_HYBRID_DRAIN_SECONDS": "3"}
     flags += ["--hybrid-default-model", DEFAULT_ARCHITECTURE]
-    with ServerProcess(flags, environment=named) as running:
+    return ServerProcess(flags, environment=named)
+
+
+@pytest.fixture(scope="session")
+def default_process() -> Iterator[ServerProcess]:
+    with at_defaults() as running:
         yield running
 
 

@@ -17,7 +17,7 @@ from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import flush, hybrid_cache, until
 
-TEMPLATE = Path(__file__).parents[1] / "prompts" / "chat.jinja"
+TEMPLATE = Path(__file__).parents[1] / "extensions" / "schemas" / "chat.jinja"
 MARKED = {"type": "ephemeral"}
 HOUR = {"type": "ephemeral", "ttl": "1h"}
 
@@ -98,10 +98,13 @@ def test_a_file_of_prompts_is_computed_at_the_start(
     assert tokens(STORY) - 1 <= meta["cached_tokens"] <= tokens(STORY)
 
 
+@pytest.mark.parametrize("server", ["default_server"], indirect=True)
 def test_a_line_that_changes_at_the_top_takes_no_hits(
     claude: anthropic.Anthropic, tokens: Callable[[str], int]
 ) -> None:
-    """Claude Code's defaults: a line with a checksum before the rules, and thinking."""
+    """Claude Code's defaults: a line with a checksum before the rules, and thinking. Nothing is
+    marked, so that only a server that reports cached tokens unasked can say what was hit.
+    """
     read = []
     for turn in range(3):
         header = text(f"x-anthropic-billing-header: cc_version=2.1; cch={turn:05x};")

@@ -19,9 +19,9 @@ from tests.server.test_soak import CHECKED, CODED, answers_stand, emptied
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-SECONDS = 45
+SECONDS = 30
 SLOTS = 24
-DISK_MB = 48
+DISK_MB = 32
 """Half of what a busy machine writes in the time."""
 ASKED_AGAIN = 40
 """Kept answers that are asked for again, cold and after the restart."""

@@ -40,7 +40,7 @@ FLAGS = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "3", "--hicache-storage-backend", "file"),
 )
 PROMPTS = [random_prompt(700, seed=seed) for seed in range(5)]
-KILLS = 10
+KILLS = 6
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -112,9 +112,10 @@ def test_what_was_learnt_outlives_a_server_that_is_killed(tiered: Serve, disk: P
     for attempt in range(2):
         with tiered("--tp-size", "2") as server:
             assert (learnt(server)["restored"] > 0) == attempt
-            for seed in range(4):
-                end = {"X-Hybrid-Session": "end"}
-                ask(server.url, random_prompt(100, seed=seed), 16, end, cache_salt="a")
+            prompt = random_prompt(100, seed=attempt)
+            for headers in ({}, {"X-Hybrid-Session": "end"}):  # a return, which is learnt, and none
+                reply = ask(server.url, prompt, 16, headers, cache_salt="a")["output_ids"]
+                prompt = prompt + reply + random_prompt(20, seed=7)
             until(lambda: learnt(server)["saved"])
             for process in server.processes()[1:]:
                 process.kill()
@@ -140,7 +141,12 @@ RESTARTS = [
 """A model, tokens of a page, and flags of the server that writes and of the one that reads."""
 
 
-@pytest.mark.parametrize(("architecture", "page", "before", "after"), RESTARTS)
+def words(value: str | tuple[str, ...]) -> str:
+    """A part of a test's name."""
+    return value if isinstance(value, str) else " ".join(value) or "default"
+
+
+@pytest.mark.parametrize(("architecture", "page", "before", "after"), RESTARTS, ids=words)
 def test_a_restart_finds_kv_and_states(
     tiered: Serve,
     disk: Path,

@@ -152,7 +152,7 @@ def test_the_first_token_is_sooner(serve: Serve) -> None:
     """Printed, not tested: seconds until one token, of full hits and of ordinary ones."""
     with serve(*ON) as server:
         full, ordinary = [], []
-        for number in range(30):
+        for number in range(10):
             prompt = random_prompt(2000, seed=number)
             records = []
             for times in range(3):

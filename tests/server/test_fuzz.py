@@ -33,8 +33,8 @@ from tests.server.sweep import (
 CASES = int(os.environ.get("FUZZ_CASES", "300"))
 SEED = int(os.environ.get("FUZZ_SEED", "13"))
 QUICK_CASES = 300
-OTHER_CASES = 10_000
-"""To servers that differ from the default one, to which all are sent."""
+SOME = {"count": 10_000, "seed": SEED}
+"""To servers that differ from the default one, to which all can be sent."""
 
 FLAGS = ("--enable-cache-report", "--enable-metrics", "--enable-response-store")
 SHORT = ("--context-length", "512")
@@ -100,15 +100,16 @@ def withstands(flags: Sequence[str], directory: Path, **few: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * 3600)
-def test_every_odd_value_in_every_field(tmp_path: Path) -> None:
-    withstands(DEFAULT, tmp_path)
+@pytest.mark.parametrize("some", [{}, SOME], ids=["all", "some"])
+def test_odd_values_in_every_field(some: dict[str, int], tmp_path: Path) -> None:
+    withstands(DEFAULT, tmp_path, **some)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("flags", OTHERS.values(), ids=OTHERS)
 def test_odd_values_on_other_servers(flags: Sequence[str], tmp_path: Path) -> None:
-    withstands([*flags, *SHORT], tmp_path, count=OTHER_CASES, seed=SEED)
+    withstands([*flags, *SHORT], tmp_path, **SOME)
 
 
 @pytest.mark.slow

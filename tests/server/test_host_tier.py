@@ -119,7 +119,11 @@ def test_a_model_without_kv_is_refused_in_one_sentence(serve: Serve) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "flags"), MIXTURES)
+@pytest.mark.parametrize(
+    ("architecture", "flags"),
+    MIXTURES,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "default",
+)
 def test_our_cache_loads_what_is_worth_it(
     serve: Serve, architecture: str, flags: tuple[str, ...]
 ) -> None:

@@ -324,6 +324,11 @@ def test_routers_and_the_page_know_words_only(seeing: str) -> None:
     assert "".join(texts).startswith(told_words[:-1])
 
 
+def token_ids(recorded: str) -> list[int]:
+    """Those of a recorded prompt, which are kept as base64 of 32 bits each."""
+    return np.frombuffer(base64.b64decode(recorded), "<i4").tolist()
+
+
 def test_recorded_images_are_numbers_that_differ(seeing: str, recording: Path) -> None:
     written = recording.read_text().count("\n")
     for image in (A, B, A):
@@ -333,7 +338,7 @@ def test_recorded_images_are_numbers_that_differ(seeing: str, recording: Path) -
         assert time.monotonic() < deadline
         time.sleep(0.1)
     lines = recording.read_text().splitlines()[written:]
-    first, other, again = (json.loads(line)["input_ids"] for line in lines)
+    first, other, again = (token_ids(json.loads(line)["input_ids"]) for line in lines)
     assert first == again and len(first) == LENGTH
     assert first[:STARTS] == other[:STARTS]
     seen = slice(STARTS, STARTS + TOKENS)

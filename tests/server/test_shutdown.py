@@ -282,6 +282,11 @@ def test_a_rolling_update_cuts_nobody() -> None:
         assert "requests have 300 seconds to end" in log and ended_quietly(log)
 
 
+def words(value: str | list[str]) -> str:
+    """A part of a test's name."""
+    return value if isinstance(value, str) else " ".join(value) or "one rank"
+
+
 def waiting(url: str) -> int:
     """Requests in the queue of a server."""
     loads = requests.get(url + "/v1/loads", timeout=60).json()["loads"]
@@ -337,6 +342,7 @@ def test_a_request_that_shows_what_is_broken_ends_the_server(flags: list[str], s
         (["--tp-size", "2"], "TP1"),
         (["--tp-size", "2"], "detokenizer"),
     ],
+    ids=words,
 )
 def test_every_other_process_that_dies(flags: list[str], victim: str) -> None:
     with ending(*flags) as it:
@@ -348,7 +354,7 @@ def test_every_other_process_that_dies(flags: list[str], victim: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--tp-size", "2"]])
+@pytest.mark.parametrize("flags", [[], ["--tp-size", "2"]], ids=words)
 def test_when_the_first_process_is_killed_nothing_stays(flags: list[str]) -> None:
     with ending(*flags) as it:
         it.begin("/generate", ENDLESS)

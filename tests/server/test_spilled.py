@@ -36,6 +36,7 @@ KINDS = pytest.mark.parametrize(
         ("nemotron-h", PAGES),
         ("kimi-linear", PAGES),
     ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "default",
 )
 
 

@@ -35,6 +35,7 @@ from sglang_hybrid.serving.requests.ids import (
     open_session,
     put_owner,
     scheduler_id,
+    session_to_close,
     shown_id,
 )
 from sglang_hybrid.serving.routes import KeyHeader
@@ -393,7 +394,7 @@ class Manager:
 
 def opened(manager: Manager, salt: str, session_id: str | None = "s", key: str = "") -> str:
     request = serve_for(http({"cache_salt": salt, "extra_key": key}))
-    asked: Any = SimpleNamespace(session_id=session_id)
+    asked: Any = SimpleNamespace(session_id=session_id, rid=None)
     return asyncio.run(open_session(manager, asked, request))  # type: ignore[arg-type]
 
 
@@ -404,6 +405,20 @@ def test_sessions_of_equal_ids_are_two_for_two_tenants() -> None:
     with pytest.raises(ValueError, match="'s' cannot be opened: one of this id is open"):
         opened(manager, "a")
     assert len(opened(manager, "a", None)) == 32
+
+
+def test_a_session_asked_for_as_health_checks_are_is_refused() -> None:
+    """A busy scheduler drops them: the client would wait for ever, or the session stay open."""
+    manager = Manager()
+    asked: Any = SimpleNamespace(session_id="s", rid="HEALTH_CHECK_1")
+    with pytest.raises(ValueError, match="rid is 'HEALTH_CHECK_1'; names that begin with"):
+        asyncio.run(open_session(manager, asked, http()))  # type: ignore[arg-type]
+    assert manager.sessions == []
+    with pytest.raises(ValueError, match="rid is 'HEALTH_CHECK_1'; names that begin with"):
+        session_to_close(asked)
+    asked.rid = "r"
+    serve_for(http({"cache_salt": "a"}))
+    assert session_to_close(asked).session_id == scheduler_id("s", tenant(None, "a"))
 
 
 @pytest.mark.parametrize("key", ["", "of a gateway"])

@@ -16,6 +16,8 @@ from sglang.srt.managers.io_struct import (
     BaseReq,
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightFromDiskReqOutput,
     hook_custom_types,
 )
 from sglang.utils import TypeBasedDispatcher
@@ -157,9 +159,15 @@ def export_trace(profiler: Any, path: str) -> str:
 
 
 def handlers(manager: TokenizerManager) -> TypeBasedDispatcher:
-    """Hands `ControlFailed` to whoever waits for the answer; for the manager's dispatcher."""
+    """Hands `ControlFailed` to whoever waits for the answer; for the manager's dispatcher. New
+    weights from disk have no communicator.
+    """
 
     def failed(answer: ControlFailed) -> None:
+        if answer.request == UpdateWeightFromDiskReqInput.__name__:
+            failure = UpdateWeightFromDiskReqOutput(success=False, message=answer.message)
+            manager._handle_update_weights_from_disk_req_output(failure)
+            return
         for communicator in communicators(manager):
             if communicator.in_flight == answer.request:
                 communicator.handle_recv(answer)

@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import (
     ProfileReqType,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
+    SendWeightsToRemoteInstanceReqInput,
     SlowDownReqInput,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
@@ -131,10 +132,24 @@ def embeddings(
         )
 
 
+def send_weights(scheduler: Scheduler, request: SendWeightsToRemoteInstanceReqInput) -> None:
+    """A group that was not made, which SGLang looks up as if it were there."""
+    exporter, ports = scheduler.tp_worker.model_runner.weight_exporter, request.ports.split(",")
+    if exporter.tp_rank >= len(ports):
+        return  # SGLang says how many there should be
+    group = f"{request.group_name}_{ports[exporter.tp_rank]}_{exporter.tp_rank}"
+    if group not in exporter._weights_send_group:
+        raise Refused(
+            f"there is no group {shown(request.group_name)} with the ports {shown(request.ports)}; "
+            "call /init_weights_send_group_for_remote_instance first."
+        )
+
+
 REFUSALS: Sequence[tuple[type, Callable[[Scheduler, Any], None]]] = (
     (ExpertDistributionReq, expert_distribution),
     (ReleaseMemoryOccupationReqInput, release_memory),
     (ResumeMemoryOccupationReqInput, resume_memory),
+    (SendWeightsToRemoteInstanceReqInput, send_weights),
     (SlowDownReqInput, slow_down),
     (ProfileReq, profile),
     (TokenizedGenerateReqInput, embeddings),

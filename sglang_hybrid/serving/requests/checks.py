@@ -12,7 +12,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
@@ -22,7 +21,7 @@ from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.names import check_name
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.requests.cache_fields import CacheFields, server_part
-from sglang_hybrid.serving.requests.ids import own_ids
+from sglang_hybrid.serving.requests.ids import own_ids, refuse_health_check
 from sglang_hybrid.serving.routes import asked_route
 from sglang_hybrid.serving.stored_keys import check_key
 
@@ -91,7 +90,7 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     for name in NAMES:
         check_name(name, getattr(request, name, None))
     if not path.startswith("/health"):
-        _no_health_check(request.rid)
+        refuse_health_check(request.rid)
     checks = guard("checks")
     if checks is None:
         _normalize(request, http)
@@ -190,16 +189,6 @@ def _no_private_params(said: object) -> None:
             raise ValueError(
                 f"custom_params has the key {shown(key)}; keys that begin with {PRIVATE} are the "
                 "server's own."
-            )
-
-
-def _no_health_check(rid: object) -> None:
-    """A busy server drops its health checks without an answer."""
-    for one in rid if isinstance(rid, list) else [rid]:
-        if isinstance(one, str) and one.startswith(HEALTH_CHECK_RID_PREFIX):
-            raise ValueError(
-                f"rid is {shown(one)}; names that begin with {HEALTH_CHECK_RID_PREFIX} are "
-                "the server's own."
             )
 
 

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from starlette.requests import HTTPConnection
 
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.names import check_name
 from sglang_hybrid.serving.tenants import FIELDS, Tenant, tenant, tenant_names
 
 if TYPE_CHECKING:
     import fastapi
-    from sglang.srt.managers.io_struct import OpenSessionReqInput
+    from sglang.srt.managers.io_struct import CloseSessionReqInput, OpenSessionReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 MOST_SESSIONS = 1_024
@@ -44,6 +45,7 @@ async def open_session(
     from sglang_hybrid.serving.http_tenants import current_tenant
 
     check_name("session_id", asked.session_id)
+    refuse_health_check(asked.rid)
     known_as = asked.session_id or uuid.uuid4().hex
     asked.session_id = scheduler_id(known_as, current_tenant())
     if await manager.open_session(asked, http) is None:
@@ -53,6 +55,29 @@ async def open_session(
             "sessions with a timeout."
         )
     return known_as
+
+
+def session_to_close(asked: CloseSessionReqInput) -> CloseSessionReqInput:
+    """The request to close a session, which names that of the tenant that asks. Raises
+    ValueError.
+    """
+    from sglang_hybrid.serving.http_tenants import current_tenant
+
+    refuse_health_check(asked.rid)
+    asked.session_id = scheduler_id(asked.session_id, current_tenant())
+    return asked
+
+
+def refuse_health_check(rid: object) -> None:
+    """Raise ValueError for an id, or one of several, that begins as a health check's: a busy
+    scheduler drops what has such an id without an answer.
+    """
+    for one in rid if isinstance(rid, list) else [rid]:
+        if isinstance(one, str) and one.startswith(HEALTH_CHECK_RID_PREFIX):
+            raise ValueError(
+                f"rid is {shown(one)}; names that begin with {HEALTH_CHECK_RID_PREFIX} are "
+                "the server's own."
+            )
 
 
 def put_owner(request: Any, http: object) -> None:

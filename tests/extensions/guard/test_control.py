@@ -19,9 +19,11 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
+    SendWeightsToRemoteInstanceReqInput,
     SlowDownReqInput,
     TokenizedGenerateReqInput,
     UnloadLoRAAdapterReqInput,
+    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
     UpdateWeightVersionReqOutput,
@@ -113,6 +115,18 @@ def test_a_server_is_slowed_down_within_bounds(seconds: float | None, done: bool
     assert (answer is None) == done
 
 
+@pytest.mark.parametrize(("ports", "status"), [("1", None), ("2", 400), ("1,2", None)])
+def test_weights_are_sent_to_a_group_that_there_is(ports: str, status: int | None) -> None:
+    exporter = SimpleNamespace(tp_rank=0, _weights_send_group={"g_1_0": object()})
+    scheduler = Scheduler(lambda _: None)
+    runner = SimpleNamespace(weight_exporter=exporter)
+    scheduler.tp_worker = SimpleNamespace(model_runner=runner)  # type: ignore[attr-defined]
+    asked = SendWeightsToRemoteInstanceReqInput(master_address="a", ports=ports, group_name="g")
+    failed = dispatch(scheduler, asked)
+    assert getattr(failed, "status", None) == status
+    assert failed is None or "there is no group 'g' with the ports '2'" in failed.message
+
+
 class TakesEmbeddings:
     def forward(self, input_ids: Any, input_embeds: Any = None) -> None: ...
 
@@ -174,6 +188,16 @@ def test_who_asked_is_told_and_nobody_else() -> None:
         other.cancel()
 
     asyncio.run(ask())
+
+
+def test_who_waits_for_weights_from_disk_is_told() -> None:
+    """They have no communicator: the client would wait for ever."""
+    answers: list[Any] = []
+    manager: Any = SimpleNamespace(_handle_update_weights_from_disk_req_output=answers.append)
+    failed = dispatch(Scheduler(breaks), UpdateWeightFromDiskReqInput(model_path="m"))
+    handlers(manager)(failed)
+    (answer,) = answers
+    assert not answer.success and "KeyError: 'broken'" in answer.message
 
 
 def test_what_sglang_checks_itself_is_a_refusal() -> None:

@@ -209,9 +209,6 @@ def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
     from tests.cache.disk import disk_server
 
     monkeypatch.setattr(file_backend, "served_model", lambda: {"weights": "some"})
-    for known in ("disk_folder", "budget", "warm_bytes"):
-        value = getattr(file_backend.FileBackend, known)
-        monkeypatch.setattr(file_backend.FileBackend, known, value)
     sizes = sizes_of_pools(one_memory=one_memory)
     options = HybridConfig(hybrid_offload_watermark=1.0)
     with disk_server(tmp_path / "disk", sizes, options, ratio=1.5) as server:
