@@ -36,14 +36,12 @@ _FLAGS = ("model_path", "revision", "tp_size", "dp_size", "enable_dp_attention",
 class LearntSplit(msgspec.Struct, frozen=True):
     """states_to_kv: bytes of states for each byte of KV. hits, hits_now: shares of the prompt
     tokens of `requests` that would have been hit with it, and with the split that there was.
-    spills: states without a slot lay in the place of KV.
     """
 
     states_to_kv: Annotated[float, msgspec.Meta(gt=0, le=1e3)]
     hits: float
     hits_now: float
     requests: int
-    spills: bool = False
 
 
 def split_path(server_args: Any) -> Path | None:

@@ -351,9 +351,9 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
     server's traffic asked for, or `CostModel.states_to_kv`. SGLang's is meant for a state per chunk
     of a prefill, and planned ones are fewer.
 
-    Where states spill into KV they get about half of it. Elsewhere, where prompts can only be
-    short, they get more: a slot that no running request holds, every other one, has no more KV
-    beside it than the longest request.
+    Where pools lend each other room, states get about half of it, whatever the traffic. Elsewhere,
+    where prompts can only be short, they get more: a slot that no running request holds, every
+    other one, has no more KV beside it than the longest request.
     """
     view = resolving_view(server_args)
     if view.mamba_full_memory_ratio is not None or not plans_checkpoints(view):
@@ -369,8 +369,8 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
         least = 2.1 * cost.state_bytes / longest  # pools are not to the byte what they should be
         ratio = round(max(cost.states_to_kv, least), 3)
     path = None if view.max_mamba_cache_size is not None else split_path(server_args)
-    learnt = path and read_split(path)
-    if learnt and learnt.spills == spills:
+    learnt = read_split(path) if path and not spills else None
+    if learnt:
         hits, hits_now = 100 * learnt.hits, 100 * learnt.hits_now
         found = f"{hits:.1f} % would have been hit instead of {hits_now:.1f} %"
         if learnt.hits <= learnt.hits_now:

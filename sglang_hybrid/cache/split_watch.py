@@ -148,7 +148,7 @@ class SplitWatch:
         for_states = (self._slots(found, room) + 0.5) * it.state_bytes  # a start rounds down
         hits, hits_now = (each / found.tokens for each in (found.hits, found.hits_now))
         ratio = for_states / (it.bytes - for_states)
-        return LearntSplit(ratio, hits, hits_now, counted, it.spills)
+        return LearntSplit(ratio, hits, hits_now, counted)
 
     def _slots(self, found: SplitsFound, room: Split) -> int:
         """The slots of the whole pool."""

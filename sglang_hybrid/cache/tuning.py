@@ -66,11 +66,12 @@ class Tuning:
         self._ended = 0
 
     def watch_splits(self, setup: ServerSetup, server_args: Any = None) -> None:
-        """Compare splits of the memory from now on, where two pools take of it. Needs planned
-        checkpoints, which a replay knows, and a policy of ours. server_args: SGLang's, of the
-        server whose successor reads the best split; None: none does.
+        """Compare splits of the memory from now on, where two pools take of it that lend each other
+        nothing. Needs planned checkpoints, which a replay knows, and a policy of ours. server_args:
+        SGLang's, of the server whose successor reads the best split; None: none does.
         """
-        parts, divided = self._parts, setup.kv_costs and not setup.one_memory
+        parts, shared = self._parts, setup.one_memory or setup.spills
+        divided = setup.kv_costs and not shared
         if not divided or parts.serving is None or parts.shadow_tree is None:
             return
         from sglang_hybrid.cache.split_watch import SplitWatch

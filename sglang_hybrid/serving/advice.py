@@ -72,7 +72,7 @@ class ServerSetup:
         pinned: the flag that pins a policy and so leaves them nothing to do, "" without one.
         shards: ranks of DP attention, among which SGLang divides --max-mamba-cache-size and
             --max-running-requests; all numbers here are of one of them.
-        spills: states without a slot may lie in the place of KV.
+        spills: two pools lend each other room.
     """
 
     slots: int
