@@ -212,15 +212,15 @@ def pools(
     traces: Folder = TRACES,
     seeds: Annotated[tuple[int, ...], "of generated traffic, beside the traces"] = (0,),
 ) -> None:
-    """How much of the distance from two pools to one memory spilled states close.
+    """How much of the distance from two pools to one memory lending closes.
 
-    A server with two pools whose states spill into KV serves the first half of a trace, compares
-    splits as it does while it runs, and is started again: the second half, from an empty cache,
-    with the default split, with what the first half chose, with the best of a few splits; with two
-    pools that lend each other nothing, at the split that they have by default (apart); and in one
-    memory. Nothing of the second half took part in the choice. Under `reuse`, request after
-    request, in percent of the prompt tokens; the longest request has to fit into the KV. `closed`:
-    of the mean distance from `apart` to one memory. What loses is counted against `apart`.
+    Two pools that lend each other room: the second half of a trace, from an empty cache, with the
+    default split, with what a comparison of splits in the first half chooses (at the start), with
+    the best of a few splits; with two pools that lend each other nothing, at the split that they
+    have by default (apart); and in one memory. Nothing of the second half took part in the choice.
+    Under `reuse`, request after request, in percent of the prompt tokens; the longest request has
+    to fit into the KV. `closed`: of the mean distance from `apart` to one memory. What loses is
+    counted against `apart`.
     """
     runner, rows = read_and_generate(traces, max(seeds) + 1)
     left_out = {str(seed) for seed in range(max(seeds)) if seed not in seeds}
