@@ -87,6 +87,7 @@ def steps_on_a_gpu() -> list[Step]:
         found.append(Step("nemotron-h, float32", exact, 240, together=True))
         found.append(Step("nemotron-h, tiers", [*exact, "--tiers"], 240, together=True))
         found.append(Step("nemotron-h, spilled", [*exact, "--spills"], 240, together=True))
+        found.append(Step("nemotron-h, parked", [*exact, "--parks"], 240, together=True))
         shared = [*exact, "--tiers", "--", "--hybrid-memory", "one"]
         found.append(Step("nemotron-h, one memory", shared, 240, together=True))
         found += [

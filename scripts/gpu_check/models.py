@@ -5,6 +5,7 @@
     python -m scripts.gpu_check.models nemotron-h --cpu        # on a machine without a GPU
     python -m scripts.gpu_check.models nemotron-h --float32 --tiers   # hits from host memory
     python -m scripts.gpu_check.models nemotron-h --float32 --spills  # of states in the place of KV
+    python -m scripts.gpu_check.models nemotron-h --float32 --parks   # of KV in slots of states
     python -m scripts.gpu_check.models nemotron-h --stand-ins -- --page-size 16
 
 With --stand-ins the server has torch's functions in place of SGLang's CUDA packages (stand_ins/).
@@ -57,11 +58,11 @@ TIER_PROMPTS, TIER_TOKENS = 24, 600
 SMALLER = ("--max-total-tokens", "4800", "--max-mamba-cache-size", "24")
 """A device that holds a third of those prompts."""
 TIERS = ("--enable-hierarchical-cache", "--hicache-size", "1", *SMALLER)
-SPILLS = (
-    *("--hybrid-memory", "auto", "--mamba-full-memory-ratio", "0.5"),
-    *("--max-total-tokens", "32000", "--max-mamba-cache-size", "8"),
-)
+LENDS = ("--hybrid-memory", "auto", "--mamba-full-memory-ratio", "0.5")
+SPILLS = (*LENDS, "--max-total-tokens", "32000", "--max-mamba-cache-size", "8")
 """Two pools, with room for those prompts, and with slots for a sixth of their states."""
+PARKS = (*LENDS, "--max-total-tokens", "4800", "--max-mamba-cache-size", "160")
+"""Two pools, with room for a third of those prompts, and slots for three times their states."""
 NO_TRITON = {"lfm2", "lfm2-moe"}
 """Models whose attention SGLang does not compute with Triton."""
 NEW_TOKENS = 6
@@ -238,11 +239,13 @@ def check_in_turn(url: str, what: str, close: float) -> None:
     )
 
 
-def check_spills(url: str) -> None:
-    """Report how many states ever had no slot, and lay in the place of KV."""
-    spilled = server_info(url)["internal_states"][0]["hybrid_cache"]["spilled"]
-    count = 0 if spilled is None else int(spilled["spilled"])
-    tell("states in the place of KV", f"{count:,} in all", count > 0)
+def check_lent(url: str, name: str, what: str) -> None:
+    """Report how many states, or tokens of KV, ever lay in the place of the other kind. name: what
+    the server calls them.
+    """
+    lent = server_info(url)["internal_states"][0]["hybrid_cache"][name]
+    count = 0 if lent is None else int(lent[name])
+    tell(what, f"{count:,} in all", count > 0)
 
 
 def check_moves(url: str, *, needed: bool) -> None:
@@ -305,6 +308,7 @@ def main() -> int:
     parser.add_argument("--stand-ins", action="store_true")
     parser.add_argument("--tiers", action="store_true")
     parser.add_argument("--spills", action="store_true")
+    parser.add_argument("--parks", action="store_true")
     argv = sys.argv[1:]
     end = argv.index("--") if "--" in argv else len(argv)
     options, more = parser.parse_args(argv[:end]), argv[end + 1 :]
@@ -319,6 +323,7 @@ def main() -> int:
             flags += stand_ins.FLAGS
             flags += ("--attention-backend", "torch_native") if name in NO_TRITON else ()
         flags += TIERS if options.tiers else SPILLS if options.spills else ()
+        flags += PARKS if options.parks else ()
         flags += more
         environment = stand_ins.environment_with(stand_ins=options.stand_ins)
         try:
@@ -328,7 +333,10 @@ def main() -> int:
                     check_in_turn(server.url, "host memory", close)
                 elif options.spills:
                     check_in_turn(server.url, "the place of KV", close)
-                    check_spills(server.url)
+                    check_lent(server.url, "spilled", "states in the place of KV")
+                elif options.parks:
+                    check_in_turn(server.url, "slots of states", close)
+                    check_lent(server.url, "parked", "tokens of KV in slots")
                 else:
                     for hit in hits(server.url, model):
                         check_hit(server.url, hit, close, page)

@@ -40,7 +40,7 @@ LEAST_AT_ONCE: Final = 1_024
 """Tokens that are parked together where fewer are asked for: a decode step asks for one for each
 request."""
 
-MOST_BYTES: Final = 64 << 20
+MOST_BYTES: Final = 128 << 20
 """Of KV that is copied together: as many lie beside the pools meanwhile."""
 
 
