@@ -72,17 +72,20 @@ def test_a_crowd(configuration: str, serve: Serve, seed: int, tmp_path: Path) ->
 
 
 BARE = FLAGS[: FLAGS.index("--enable-hierarchical-cache")]
+MORE_SLOTS = 160
+"""More than the states of the prompts that the pool of KV holds."""
 ALONE = {
     "coded, two pools": (*CODED, *TWO_POOLS),
     "coded, one memory": (*CODED, *ONE_MEMORY),
     "spilled states": SPILLS,
+    "parked KV": (*SPILLS, "--max-mamba-cache-size", str(MORE_SLOTS)),
 }
 
 
 @pytest.mark.parametrize("kind", ALONE)
 def test_a_crowd_on_a_device_alone(serve: Serve, kind: str, seed: int) -> None:
-    """All that a crowd does, and the end in its middle, where entries are coded on the device, or
-    states lie in the place of KV.
+    """All that a crowd does, and the end in its middle, where entries are coded on the device, and
+    where pools lend.
     """
     flags, environment = (*BARE, *ALONE[kind]), WITHOUT_RETRACTIONS
     with serve(*flags, module="tests.server.checked", environment=environment) as server:
@@ -95,10 +98,13 @@ def test_a_crowd_on_a_device_alone(serve: Serve, kind: str, seed: int) -> None:
         assert [metric(server.url, f"{name}_total") for name in COUNTS] == [
             seen[name] for name in COUNTS
         ]
-        assert all_is_free(seen, SLOTS)
+        assert all_is_free(seen, MORE_SLOTS if kind == "parked KV" else SLOTS)
         if kind == "spilled states":
             spilled = seen["spilled"]
             assert spilled["spilled"] and spilled["fetched"] and not spilled["now"]
+        elif kind == "parked KV":
+            parked = seen["parked"]
+            assert parked["parked"] and parked["brought_back"] and not parked["now"]
         else:
             assert seen["coded"]["decoded"].keys() == {"kv", "states"}
             assert not any(seen["coded"]["now"].values())
