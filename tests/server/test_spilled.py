@@ -5,9 +5,11 @@ exact, whatever the layers, and nothing is lost.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import (
     Serve,
     ask,
@@ -40,6 +42,20 @@ KINDS = pytest.mark.parametrize(
 )
 
 
+def after_hits(
+    server: ServerProcess, prompts: list[list[int]], again: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The cache's numbers when it is empty again. again: the records of prompts that were asked a
+    second time; they hit nearly all, and say what cold prompts say.
+    """
+    assert sum(map(cached, again)) > 0.9 * sum(map(len, prompts))
+    for prompt, record in zip(prompts, again, strict=True):
+        assert same(record, cold(server.url, prompt, NEW_TOKENS))
+    flush(server.url)
+    seen: dict[str, Any] = hybrid_cache(server.url)
+    return seen
+
+
 @KINDS
 def test_hits_on_spilled_states_are_exact(
     architecture: str, flags: tuple[str, ...], serve: Serve, seed: int
@@ -57,12 +73,7 @@ def test_hits_on_spilled_states_are_exact(
         spilled = hybrid_cache(server.url)["spilled"]
         assert spilled["now"] > PROMPTS - SLOTS
         assert spilled["fetched"] > 0
-        hits = [cached(record) for record in again]
-        assert sum(hits) > 0.9 * sum(map(len, prompts))
-        for prompt, record in zip(prompts, again, strict=True):
-            assert same(record, cold(server.url, prompt, NEW_TOKENS))
-        flush(server.url)
-        seen = hybrid_cache(server.url)
+        seen = after_hits(server, prompts, again)
         assert all_is_free(seen, SLOTS)
         assert seen["spilled"]["now"] == 0
         assert said(server)
@@ -86,12 +97,7 @@ def test_hits_behind_parked_kv_are_exact(
         assert seen["parked"]["now"] > sum(map(len, prompts)) - kv
         assert seen["parked"]["brought_back"] > kv
         assert not sum(seen["evicted"].values())
-        hits = [cached(record) for record in again]
-        assert sum(hits) > 0.9 * sum(map(len, prompts))
-        for prompt, record in zip(prompts, again, strict=True):
-            assert same(record, cold(server.url, prompt, NEW_TOKENS))
-        flush(server.url)
-        seen = hybrid_cache(server.url)
+        seen = after_hits(server, prompts, again)
         assert all_is_free(seen, slots)
         assert seen["parked"]["now"] == seen["parked"]["slots"] == 0
         assert said(server)
