@@ -201,3 +201,17 @@ def test_no_more_are_kept_than_there_are_states() -> None:
             it.serve(run(40, start), [7])
     assert 0 < kept(it) <= 4
     it.check()
+
+
+def test_the_last_token_comes_back_where_its_kv_lies_in_a_slot() -> None:
+    """It was used least recently, since nothing resumes behind it."""
+    it = server(spills=True, state_tokens=10, states=40, kv=150)
+    asked_twice(it)
+    for start in range(1, 5):
+        it.serve(run(40, start), [9])
+    assert it.cache.parked.tokens >= len(PROMPT)
+    req = it.arrive(PROMPT)
+    assert it.admit(req) and req.prefix_len == len(PROMPT) - 1
+    assert it.prefill_step(req)
+    assert isinstance(it.last_hidden, Answers)
+    it.check()

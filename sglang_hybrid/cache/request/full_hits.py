@@ -151,9 +151,10 @@ class FullHits:
         end = core.following(req, len(params.key)) if core.is_plain else None
         if end is None or len(end.key) != 1 or end.evicted:
             return None
-        data = end.component_data
-        in_pool = len(data[ComponentType.FULL].value) == 1
-        return end if in_pool and data[ComponentType.MAMBA].value is not None else None
+        if end.component_data[ComponentType.MAMBA].value is None:
+            return None
+        elsewhere = self._cache.parts.elsewhere
+        return end if elsewhere is None or elsewhere.make_readable(end) else None
 
     def _take_last_kv(self, batch: ScheduleBatch) -> None:
         """The last token of each prompt has KV in the tree: its request needs none of its own."""

@@ -188,7 +188,7 @@ class ParkedKv:
             if there is None:
                 return False
             self.freed[KV] -= len(there)
-            self._bring_back(self._cache.tree_core.node_by_id(name), there)
+            self._bring_back([self._cache.tree_core.node_by_id(name)], there)
             short -= len(there)
         if places.rows == slots:
             self._leave_a_slot()
@@ -227,62 +227,76 @@ class ParkedKv:
             return True
         lock = self._cache.inc_lock_ref(node.id)
         try:
-            return all(self._fetch(each) for each in reversed(path))
+            return self._fetch(path[::-1])
         finally:
             self._cache.dec_lock_ref(node.id, lock.to_dec_params())
 
-    def _fetch(self, node: UnifiedTreeNode) -> bool:
-        """Bring all KV of `node` back, which is held; whether there was room for it."""
-        missing = len(self._of[node.id])
+    def _fetch(self, path: list[UnifiedTreeNode]) -> bool:
+        """Bring all KV of these nodes back, which are held; whether there was room for it."""
+        missing = sum(len(self._of[node.id]) for node in path)
         while missing:
+            wanted = min(missing, self._most_at_once)
             free = int(self._kv.available_size()) // self._page * self._page
-            there = self._kv.alloc(min(missing, free, self._most_at_once)) if free else None
+            there = self._kv.alloc(min(wanted, free)) if free else None
             if there is not None:
-                self._bring_back(node, there)
+                self._bring_back(path, there)
                 missing -= len(there)
                 continue
-            for other, tokens in self._unheld(min(missing, self._most_at_once)):
-                self._exchange(node, other, tokens)
-                missing -= len(tokens)
-                break
-            else:
+            others = list(self._unheld(wanted))
+            if not others:
                 return False
+            self._exchange(path, others)
+            missing -= sum(len(tokens) for _, tokens in others)
         return True
 
-    def _bring_back(self, node: UnifiedTreeNode, there: Tensor) -> None:
-        """Move as many tokens as `there` has from where `node` has them in slots to there."""
-        mine = self._take(node, there)
+    def _bring_back(self, path: list[UnifiedTreeNode], there: Tensor) -> None:
+        """Move to `there` as many tokens as that has of those that these nodes have in slots."""
+        mine = self._take(path, there)
         places, slots = self._on_device(mine)
         with on_stream(self._cache.forward_stream, there, places, slots):
             self._rows.write_kv(there.long(), self._rows.read(slots, places))
         self._places.give_back(mine)
         self._free_empty_slots()
 
-    def _exchange(self, node: UnifiedTreeNode, other: UnifiedTreeNode, there: Tensor) -> None:
-        """The tokens `there`, which were those of `other`, are those of `node` from now on, and
-        `other` has the places in slots that `node` had.
+    def _exchange(
+        self, path: list[UnifiedTreeNode], others: list[tuple[UnifiedTreeNode, Tensor]]
+    ) -> None:
+        """The tokens of `others` are those of the nodes of `path` from now on, and `others` have
+        the places in slots that these had.
         """
-        mine = self._take(node, there)
+        there = torch.cat([tokens for _, tokens in others])
+        mine = self._take(path, there)
         places, slots = self._on_device(mine)
         with on_stream(self._cache.forward_stream, there, places, slots):
             parked, there = self._rows.read(slots, places), there.long()
             self._rows.write(slots, places, self._rows.read_kv(there))
             self._rows.write_kv(there, parked)
-        self._places.hand_over(mine, other.id)
-        self._of[other.id] = np.concatenate([mine, self._of.get(other.id, mine[:0])])
         self.parked += len(mine)
+        for other, tokens in others:
+            taken, mine = mine[: len(tokens)], mine[len(tokens) :]
+            self._places.hand_over(taken, other.id)
+            self._of[other.id] = np.concatenate([taken, self._of.get(other.id, taken[:0])])
 
-    def _take(self, node: UnifiedTreeNode, there: Tensor) -> PlaceArray:
-        """The first places of `node`, one for each token of `there`, which are its KV now."""
-        mine = self._of[node.id]
-        taken, rest = mine[: len(there)], mine[len(there) :]
-        if len(rest):
-            self._of[node.id] = rest
-        else:
-            del self._of[node.id]
-        self._set(node, torch.cat([node.component_data[KV].value, there]))
-        self._order[node.id] = None
-        self._order.move_to_end(node.id)
+    def _take(self, path: list[UnifiedTreeNode], there: Tensor) -> PlaceArray:
+        """The first places of the nodes of `path`, one after the other: one for each token of
+        `there`, which are their KV now.
+        """
+        found = []
+        for node in path:
+            mine = self._of.get(node.id)
+            if mine is None or not len(there):
+                continue
+            taken, rest = mine[: len(there)], mine[len(there) :]
+            tokens, there = there[: len(taken)], there[len(taken) :]
+            if len(rest):
+                self._of[node.id] = rest
+            else:
+                del self._of[node.id]
+            self._set(node, torch.cat([node.component_data[KV].value, tokens]))
+            self._order[node.id] = None
+            self._order.move_to_end(node.id)
+            found.append(taken)
+        taken = np.concatenate(found)
         self.brought_back += len(taken)
         return taken
 
