@@ -86,14 +86,12 @@ class ParkedKv:
         return self._places.rows
 
     @property
-    def missing(self) -> int:
-        """Tokens for which the pool of KV would have no room now."""
-        return max(0, self.tokens - int(self._kv.available_size()))
-
-    @property
     def room(self) -> int:
-        """Slots that could be given back now without an eviction."""
-        return self.slots - -(-self.missing // self.tokens_of_slot)
+        """Slots that could be given back now without an eviction: but for those of tokens for which
+        the pool of KV has no room.
+        """
+        missing = max(0, self.tokens - int(self._kv.available_size()))
+        return self.slots - -(-missing // self.tokens_of_slot)
 
     def describe(self) -> str:
         """For the log."""
@@ -114,9 +112,11 @@ class ParkedKv:
     # Where room is lacking.
 
     def park(self, tokens: int, free_slots: int) -> bool:
-        """Move KV that nobody holds into slots, of which `tokens` tokens are wanted: what was used
-        least recently first, and of each node what it ends with. Returns whether there was any.
-        free_slots: slots without a state that may be had.
+        """Move KV that nobody holds into slots, what was used least recently first. Returns whether
+        any was moved.
+
+        tokens: that are lacking in the pool of KV. A call may move more, and where much is lacking
+        fewer. free_slots: slots without a state that may be taken for it.
         """
         places = self._places
         wanted = min(max(tokens, LEAST_AT_ONCE), self._most_at_once)
@@ -126,7 +126,7 @@ class ParkedKv:
         moved, to = [], []
         for node, there in self._unheld(wanted - wanted % self._page):
             taken = places.take(node.id, len(there))
-            self._of[node.id] = np.concatenate([taken, self._of.get(node.id, taken[:0])])
+            self._put_before(node, taken)
             moved.append(there)
             to.append(taken)
         self._free_empty_slots()
@@ -150,8 +150,9 @@ class ParkedKv:
         return True
 
     def _unheld(self, tokens: int) -> Iterator[tuple[UnifiedTreeNode, Tensor]]:
-        """Nodes whose KV nobody holds, and what each ends with of what it has in the pool: until
-        these are `tokens`, or there are no more. It is not theirs any more.
+        """Take `tokens` tokens of the pool, or as many as there are, from nodes that nobody holds,
+        the least recently used first: yields each node, and the tokens that it has lost, which are
+        the last ones that it had there.
         """
         core = self._cache.tree_core
         for _ in range(len(self._order)):
@@ -187,7 +188,6 @@ class ParkedKv:
             there = self._kv.alloc(min(len(self._of[name]), wanted, self._most_at_once))
             if there is None:
                 return False
-            self.freed[KV] -= len(there)
             self._bring_back([self._cache.tree_core.node_by_id(name)], there)
             short -= len(there)
         if places.rows == slots:
@@ -196,7 +196,6 @@ class ParkedKv:
 
     def _leave_a_slot(self) -> None:
         row, old, new, owners = self._places.leave_a_row()
-        left = self._slot_of[row : row + 1].clone()
         for name in np.unique(owners).tolist():
             mine = self._of[name]
             at = np.searchsorted(old, mine).clip(max=len(old) - 1)
@@ -204,8 +203,7 @@ class ParkedKv:
         source, target = self._on_device(old), self._on_device(new)
         with on_stream(self._cache.forward_stream, *source, *target):
             self._rows.write(*target[::-1], self._rows.read(*source[::-1]))
-        self._slots.free(left)
-        self.freed[STATE] += 1
+        self._free_slot(row)
 
     # Before a request reads it.
 
@@ -255,6 +253,7 @@ class ParkedKv:
         places, slots = self._on_device(mine)
         with on_stream(self._cache.forward_stream, there, places, slots):
             self._rows.write_kv(there.long(), self._rows.read(slots, places))
+        self.freed[KV] -= len(there)
         self._places.give_back(mine)
         self._free_empty_slots()
 
@@ -275,7 +274,11 @@ class ParkedKv:
         for other, tokens in others:
             taken, mine = mine[: len(tokens)], mine[len(tokens) :]
             self._places.hand_over(taken, other.id)
-            self._of[other.id] = np.concatenate([taken, self._of.get(other.id, taken[:0])])
+            self._put_before(other, taken)
+
+    def _put_before(self, node: UnifiedTreeNode, places: PlaceArray) -> None:
+        """`node` has its KV at these places, and then at those that it has already."""
+        self._of[node.id] = np.concatenate([places, self._of.get(node.id, places[:0])])
 
     def _take(self, path: list[UnifiedTreeNode], there: Tensor) -> PlaceArray:
         """The first places of the nodes of `path`, one after the other: one for each token of
@@ -314,8 +317,10 @@ class ParkedKv:
             if of_head:
                 self._of[head.id], self._of[tail.id] = mine[:of_head], mine[of_head:]
                 self._places.hand_over(mine[:of_head], head.id)
-        in_pool = self._order.pop(tail.id, ...) is None
-        for node in (head, tail) if in_pool else ():
+        if tail.id not in self._order:
+            return
+        del self._order[tail.id]
+        for node in (head, tail):
             if len(node.component_data[KV].value):
                 self._order[node.id] = None
 
@@ -345,13 +350,14 @@ class ParkedKv:
 
     # SGLang's account.
 
-    def _free_empty_slots(self) -> bool:
-        """Give back the slots in which nothing is left; whether there were any."""
-        rows = self._places.drop_empty_rows()
-        for row in rows:
-            self._slots.free(self._slot_of[row : row + 1].clone())
-            self.freed[STATE] += 1
-        return bool(rows)
+    def _free_empty_slots(self) -> None:
+        """Give back the slots in which nothing is left."""
+        for row in self._places.drop_empty_rows():
+            self._free_slot(row)
+
+    def _free_slot(self, row: int) -> None:
+        self._slots.free(self._slot_of[row : row + 1].clone())
+        self.freed[STATE] += 1
 
     def _free(self, tokens: Tensor) -> None:
         if len(tokens):

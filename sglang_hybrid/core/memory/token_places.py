@@ -1,4 +1,4 @@
-"""TokenPlaces of tokens in rows of memory that hold several each, and who has each of them."""
+"""Places of tokens in rows of memory that hold several each, and who has each of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TokenPlaces:
 
     @property
     def free(self) -> int:
-        """TokenPlaces that nobody has."""
+        """Places that nobody has."""
         return self.rows * self.width - self.taken
 
     def add_row(self) -> int:
