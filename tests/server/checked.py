@@ -5,6 +5,7 @@ SGLang accounts for KV at every step, for state slots and for its tree only when
 
 import gc
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 from sglang_hybrid import launch_server  # first: its hook must see every import of SGLang
@@ -40,12 +41,12 @@ def check_slots(checker: SchedulerInvariantChecker) -> None:
     cache, pool = checker.tree_cache, checker.req_to_token_pool
     owners = {"free": free_ids(pool.mamba_allocator)}
     owners["tree"] = cache.all_mamba_values_flatten().tolist()
-    if cache.plans.planner is not None:
-        owners["under way"] = [
-            int(checkpoint.slot)
-            for _, plan in cache.plans.planner.in_flight()
-            for checkpoint in plan.pending_checkpoints
-        ]
+    planner = cache.plans.planner
+    if planner is not None:
+        prefills = [plan.pending_checkpoints for _, plan in planner.in_flight()]
+        answers = [plan.answer_states for plan in planner._answers.values()]
+        under_way = chain.from_iterable([*prefills, *answers])
+        owners["under way"] = [int(checkpoint.slot) for checkpoint in under_way]
     if cache.parked is not None:
         parked = cache.parked
         owners["parked KV"] = parked._slot_of[list(parked._places._taken_in)].tolist()
