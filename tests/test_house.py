@@ -40,7 +40,7 @@ def test_the_house_is_no_larger_than_planned(graph: grimp.ImportGraph) -> None:
 
 
 def test_an_import_that_closes_a_circle_is_counted(graph: grimp.ImportGraph) -> None:
-    below, above = "sglang_hybrid.core.costs.cost", "sglang_hybrid.core.systems"
+    below, above = "sglang_hybrid.core.costs.cost", "sglang_hybrid.core.specs"
     graph.add_import(importer=below, imported=above)
     try:
         assert house.circles(graph) == 1

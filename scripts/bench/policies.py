@@ -24,9 +24,9 @@ from scripts.bench.traces import (
     read_or_generate,
 )
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.systems import ORACLES
 from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
 from sglang_hybrid.extensions.lab.simulation.device_codec import NUMBER_BYTES
+from sglang_hybrid.extensions.lab.simulation.system_names import ORACLES, parse_spec
 from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import CopyCodec, TierBudgets
 from sglang_hybrid.extensions.lab.systems import Spec
 from tests.rehearsal.models import MODELS
@@ -218,7 +218,7 @@ def show_agents(runner: Runner, rows: Sequence[Row], models: Sequence[str], work
             for rules, names in AGENTS_POLICIES.items():
                 for name in names:
                     options = f":groups={RECURRENT_LAYERS.get(model, 3)}" if name == "vllm" else ""
-                    spec, budget = Spec.parse(name + options), int(row[1] * 1e9)
+                    spec, budget = parse_spec(name + options), int(row[1] * 1e9)
                     job = Job(spec, row[0], cost_of(model), budget, serving=RULES[rules])
                     jobs[model, row, rules, name] = job
     found = dict(zip(jobs, runner.run_all(list(jobs.values()), workers), strict=True))
@@ -295,7 +295,7 @@ def policies(
     device codec, what the first policy finds as it is, and where entries are coded before they are
     evicted, on the traces and on generated traffic.
     """
-    specs = [Spec.parse(text) for text in policy.split(",")]
+    specs = [parse_spec(text) for text in policy.split(",")]
     if device_codec:
         runner, rows = read_and_generate(traces, generated or 1)
         counts: dict[str, Counter[str]] = {name: Counter() for name in CODED_RULES}

@@ -23,7 +23,7 @@ from sglang_hybrid.cache.split_watch import SplitWatch
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel, IntArray
 from sglang_hybrid.core.own_files import OWN_FOLDER
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
-from sglang_hybrid.core.systems import Spec, make_policies
+from sglang_hybrid.core.specs import Spec, make_policies
 from sglang_hybrid.core.traffic.recorder import (
     MOST_RECORD_BYTES,
     MOST_REQUESTS,

@@ -23,7 +23,7 @@ from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.generators import generate, traffic
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
-from sglang_hybrid.extensions.lab.systems import Setting, Spec, systems
+from sglang_hybrid.extensions.lab.systems import Setting, Spec, build_system, parse_spec, systems
 
 ALPHAS = [0.0, *np.geomspace(0.01, 10, 19).round(3).tolist()]
 
@@ -48,7 +48,7 @@ def per_policy(
         setting = Setting(COST, budget, requests, serving=serving, oracles=shared)
 
         def work(name: str = name, setting: Setting = setting) -> None:
-            cache = Spec(name).build(setting)
+            cache = build_system(Spec(name), setting)
             for request in requests:
                 cache.serve(request)
 
@@ -78,7 +78,7 @@ def longer(trace: Path, requests: int, budget: int, policies: Sequence[str]) -> 
         reading = time.process_time() - begin
     for policy in policies:
         begin = time.process_time()
-        job = Job(Spec.parse(policy), "longer", COST, budget, serving=Serving())
+        job = Job(parse_spec(policy), "longer", COST, budget, serving=Serving())
         tokens = int(runner.run(job).input_len.sum())
         seconds = time.process_time() - begin
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -30,7 +30,7 @@ from sglang_hybrid.checkpoints.planner import Planner
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.server_settings import Serving
-from sglang_hybrid.core.systems import Spec, make_policies
+from sglang_hybrid.core.specs import Spec, make_policies
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.serving.flag_values import Eviction

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.core.systems import Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic.recorder import RequestWindow
 from sglang_hybrid.serving.advice import ServerSetup
 

@@ -19,7 +19,7 @@ from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import LearntBefore
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.core.systems import PolicySwitch, make_policies
+from sglang_hybrid.core.specs import PolicySwitch, make_policies
 from sglang_hybrid.serving.flag_values import Eviction, Ui
 from sglang_hybrid.serving.tenants import TenantNames, tenant_of
 

@@ -13,7 +13,7 @@ import pytest
 from sglang_hybrid.cache.learnt_split import read_split
 from sglang_hybrid.cache.split_watch import FIRST, SplitWatch
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.core.systems import Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.extensions.disk.tier_folder import TIER, make_tier, tier_lock
 from sglang_hybrid.extensions.lab.simulation.tuner.splits import SplitsFound
 from sglang_hybrid.serving.advice import ServerSetup

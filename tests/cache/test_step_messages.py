@@ -22,7 +22,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.core.returns.history import History, LearntBefore
-from sglang_hybrid.core.systems import PolicySwitch
+from sglang_hybrid.core.specs import PolicySwitch
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.extensions.disk.learnt_file import pack
 from sglang_hybrid.extensions.lab.simulation.tuner.tuner import Tuner

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sglang_hybrid.core.systems import PolicySwitch
+from sglang_hybrid.core.specs import PolicySwitch
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import CANDIDATES
 from sglang_hybrid.extensions.lab.systems import Spec
 from sglang_hybrid.serving.config import HybridConfig

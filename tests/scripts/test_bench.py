@@ -27,7 +27,7 @@ from scripts.bench.results import (
     write_table,
 )
 from scripts.bench.traces import find, preset_of
-from sglang_hybrid.core.systems import ORACLES
+from sglang_hybrid.extensions.lab.simulation.system_names import ORACLES
 from tests.documented import ROOT
 
 ONE = """# one: the cost of one

@@ -24,7 +24,7 @@ from sglang_hybrid.core.programs import (
 )
 from sglang_hybrid.core.sentences import plain, shown
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
-from sglang_hybrid.core.systems import BEST_OF, FORESIGHT, ORACLES, SYSTEMS, Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.core.victims.eviction import POLICIES
 from sglang_hybrid.extensions.lab.runner import Job
@@ -37,6 +37,13 @@ from sglang_hybrid.extensions.lab.simulation.prefill_time import (
 from sglang_hybrid.extensions.lab.simulation.replicas import ROUTERS
 from sglang_hybrid.extensions.lab.simulation.shared_store import StoreBudget
 from sglang_hybrid.extensions.lab.simulation.sizes import parse_bytes
+from sglang_hybrid.extensions.lab.simulation.system_names import (
+    BEST_OF,
+    FORESIGHT,
+    ORACLES,
+    SYSTEMS,
+    parse_spec,
+)
 from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import (
     EXAMPLE,
     CopyCodec,
@@ -415,7 +422,7 @@ def specs(text: str) -> list[Spec]:
             parts[-1] += f",{part}"
         else:
             parts.append(part)
-    specs = [Spec.parse(part.strip()) for part in parts if part.strip()]
+    specs = [parse_spec(part.strip()) for part in parts if part.strip()]
     if not specs:
         raise ValueError("it is empty")
     return list(dict.fromkeys(specs))

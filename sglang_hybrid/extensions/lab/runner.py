@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel, FloatArray, IntArray
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
-from sglang_hybrid.core.systems import Setting, Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab import systems  # noqa: F401, it registers them
 from sglang_hybrid.extensions.lab.simulation.block_cache import BlockCache
@@ -21,6 +21,7 @@ from sglang_hybrid.extensions.lab.simulation.prefill_time import PrefillTime
 from sglang_hybrid.extensions.lab.simulation.replicas import ROUTERS
 from sglang_hybrid.extensions.lab.simulation.shared_store import SimulatedStore, StoreBudget
 from sglang_hybrid.extensions.lab.simulation.simulator import Outcome
+from sglang_hybrid.extensions.lab.simulation.system_names import Setting, best_of, build_system
 from sglang_hybrid.extensions.lab.simulation.tiers.losses import Loss, Losses
 from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import (
     CopyCodec,
@@ -162,7 +163,7 @@ class Runner:
 
     def steps(self, job: Job) -> int:
         """Requests that `run` serves."""
-        return len(job.spec.candidates()) * len(self.traces[job.trace])
+        return len(best_of(job.spec)) * len(self.traces[job.trace])
 
     def run_all(
         self,
@@ -180,7 +181,7 @@ class Runner:
         """The results of `job`: of the systems that the best in hindsight is chosen from, that with
         the most hit tokens, the first of equals. count_request: called after each request.
         """
-        results = [self._run(job, spec, count_request) for spec in job.spec.candidates()]
+        results = [self._run(job, spec, count_request) for spec in best_of(job.spec)]
         best = max(results, key=lambda result: result.hit_tokens)
         chosen = best.chosen if len(results) > 1 else None
         return replace(best, seconds=sum(result.seconds for result in results), chosen=chosen)
@@ -198,7 +199,7 @@ class Runner:
             None if job.tiers is None else job.tiers.speeds(job.cost, job.time),
         )
         begin = time.perf_counter()
-        cache = spec.build(setting)
+        cache = build_system(spec, setting)
         tiered = cache.memory if isinstance(cache, TieredSimulator) else None
         if tiered is not None and job.losses:
             tiered.losses = Losses()
@@ -209,7 +210,7 @@ class Runner:
                 outcomes.append(cache.serve(request))
                 count_request()
         else:
-            more = [spec.build(setting) for _ in range(job.replicas - 1)]
+            more = [build_system(spec, setting) for _ in range(job.replicas - 1)]
             router = ROUTERS[job.routing]() if more else None
             store = None
             if job.store is not None:

@@ -26,7 +26,12 @@ from rich.console import Console
 from sglang_hybrid.core.named_files import decode_as, open_named
 from sglang_hybrid.core.programs import UsageError
 from sglang_hybrid.core.sentences import plain
-from sglang_hybrid.core.systems import BEST_OF, ORACLES, Setting
+from sglang_hybrid.extensions.lab.simulation.system_names import (
+    BEST_OF,
+    ORACLES,
+    Setting,
+    build_system,
+)
 from sglang_hybrid.extensions.lab.simulation.traces.line_formats import (
     RecordedLine,
     recorded_lines,
@@ -133,7 +138,9 @@ def follow(
         if job.spec.name in FORESEEING:
             raise UsageError(f"--follow: {job.spec.name} needs the whole trace beforehand")
     caches = [
-        job.spec.build(Setting(job.cost, job.budget, (), job.min_branch_tokens, job.serving))
+        build_system(
+            job.spec, Setting(job.cost, job.budget, (), job.min_branch_tokens, job.serving)
+        )
         for job in jobs
     ]
     followed = [Shadow(_name(job)) for job in jobs]

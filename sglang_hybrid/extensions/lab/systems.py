@@ -1,4 +1,4 @@
-"""Systems of a replay, by name: entered in `core.systems`, where the names are parsed."""
+"""Systems of a replay, by name: entered in `simulation/system_names.py`, where they are parsed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ from typing import Any
 
 from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.core.systems import (
-    SYSTEMS,
-    Setting,
-    Spec,
-    System,
-    options_of,
-    systems,
-)
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.tiers.rates import Speeds
 from sglang_hybrid.core.victims.eviction import POLICIES, Lru, Policy
 from sglang_hybrid.extensions.lab.simulation.agent_policies import (
@@ -46,6 +39,16 @@ from sglang_hybrid.extensions.lab.simulation.policies import (
 from sglang_hybrid.extensions.lab.simulation.rivals import LmCache, TensorRtLlm, VllmCache
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.simulator import Cache, Simulator
+from sglang_hybrid.extensions.lab.simulation.system_names import (
+    SYSTEMS,
+    Setting,
+    System,
+    best_of,
+    build_system,
+    options_of,
+    parse_spec,
+    systems,
+)
 from sglang_hybrid.extensions.lab.simulation.tiers.hicache import HiCache
 from sglang_hybrid.extensions.lab.simulation.tiers.tier_simulator import (
     TieredClairvoyant,
@@ -59,7 +62,16 @@ from sglang_hybrid.extensions.lab.simulation.told import (
 )
 from sglang_hybrid.extensions.lab.simulation.tuner.tuned import SYSTEMS as TUNED
 
-__all__ = ["SYSTEMS", "Setting", "Spec", "smallest_budget", "systems"]
+__all__ = [
+    "SYSTEMS",
+    "Setting",
+    "Spec",
+    "best_of",
+    "build_system",
+    "parse_spec",
+    "smallest_budget",
+    "systems",
+]
 
 
 def _evicting(make: Callable[..., Policy]) -> System:

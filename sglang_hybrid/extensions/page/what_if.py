@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Split
-from sglang_hybrid.core.systems import Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic.recorder import FEWEST_REQUESTS, RequestWindow
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import (
     SGLANG,

@@ -17,7 +17,7 @@ from PIL import Image
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Serving
-from sglang_hybrid.core.systems import ALPHAS, ORACLES, Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.victims.eviction import Lru
 from sglang_hybrid.extensions.lab.program import main
 from sglang_hybrid.extensions.lab.reports import plots
@@ -28,6 +28,7 @@ from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
 from sglang_hybrid.extensions.lab.simulation.simulator import Simulator, hit_rate
 from sglang_hybrid.extensions.lab.simulation.sizes import parse_bytes
+from sglang_hybrid.extensions.lab.simulation.system_names import ALPHAS, ORACLES
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace, recognise
 from sglang_hybrid.extensions.lab.simulation.traces.generators import generate, traffic
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading

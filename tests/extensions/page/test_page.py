@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Serving, Split
-from sglang_hybrid.core.systems import Setting, Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic.recorder import FEWEST_REQUESTS, RequestWindow
 from sglang_hybrid.extensions.lab import systems as systems  # registers SGLang's own
+from sglang_hybrid.extensions.lab.simulation.system_names import Setting, build_system
 from sglang_hybrid.extensions.lab.simulation.traces import generators
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import SGLANG, hits_within
 from sglang_hybrid.extensions.page import watch
@@ -311,7 +312,7 @@ def test_more_memory_never_hits_less(kind: str, policy: str) -> None:
 def test_sglangs_own_cache_hits_what_it_hits_in_a_replay() -> None:
     made = WINDOWS["chat"]()
     setting = Setting(made.cost, made.budget, (), made.min_branch_tokens, made.serving)
-    cache = SGLANG.build(setting)
+    cache = build_system(SGLANG, setting)
     expected = [cache.serve(request).hit_len for request in made.requests][made.counted_from :]
     found = hits_within(made, (SGLANG, made.budget), lambda: None)
     assert found.tolist() == expected and sum(expected) > 0

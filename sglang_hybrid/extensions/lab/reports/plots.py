@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from sglang_hybrid.core.costs.cost import FloatArray
-from sglang_hybrid.core.systems import FORESIGHT, ORACLES
+from sglang_hybrid.extensions.lab.simulation.system_names import FORESIGHT, ORACLES
 
 Series = Mapping[str, Sequence[float]]
 Params = ParamSpec("Params")

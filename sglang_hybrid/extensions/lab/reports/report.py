@@ -19,12 +19,12 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from sglang_hybrid import serving
-from sglang_hybrid.core.systems import FORESIGHT, ORACLES
 from sglang_hybrid.extensions.lab.reports import plots
 from sglang_hybrid.extensions.lab.reports.figures import Plot, clock, draw
 from sglang_hybrid.extensions.lab.reports.study import Study, hits_by_tier, lost_tokens, size_words
 from sglang_hybrid.extensions.lab.runner import Result
 from sglang_hybrid.extensions.lab.simulation.baselines import SGLANG_RUNNING_STATES
+from sglang_hybrid.extensions.lab.simulation.system_names import FORESIGHT, ORACLES
 
 MARK = "sglang_hybrid replay report"
 FORESEEN = (FORESIGHT, *ORACLES)

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Split
-from sglang_hybrid.core.systems import HINDSIGHT, Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab.reports import plots
 from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
+from sglang_hybrid.extensions.lab.simulation.system_names import HINDSIGHT
 from sglang_hybrid.extensions.lab.simulation.traces.generators import retime
 
 SWEPT = ("vllm+", "sglang+", "lru", HINDSIGHT, "reuse")  # the policies of sweeps, where asked for

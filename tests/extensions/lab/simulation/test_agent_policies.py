@@ -26,7 +26,7 @@ from sglang_hybrid.extensions.lab.simulation.traces.workflows import (
     ToolCall,
     with_step,
 )
-from sglang_hybrid.extensions.lab.systems import Setting, Spec
+from sglang_hybrid.extensions.lab.systems import Setting, Spec, build_system
 
 COST = CostModel.paper_7b().with_sizes(kv_bytes_per_token=10, state_bytes=480)
 ROLES = {"planner": 1, "coder": 2, "tester": 3}
@@ -52,7 +52,7 @@ def request(
 
 
 def build(name: str, budget: int) -> Cache:
-    cache: Cache = Spec(name).build(Setting(COST, budget, [], min_branch_tokens=1))
+    cache: Cache = build_system(Spec(name), Setting(COST, budget, [], min_branch_tokens=1))
     return cache
 
 

@@ -17,7 +17,6 @@ from sglang_hybrid.core.checkpoints.checkpoint_plan import hypothetical_node
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.nodes import NEVER, Clock, Kind, Node
 from sglang_hybrid.core.server_settings import LEAST_SLOTS, Serving, Split
-from sglang_hybrid.core.systems import ORACLES
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab.simulation.baselines import (
     SGLANG_RUNNING_STATES,
@@ -30,6 +29,7 @@ from sglang_hybrid.extensions.lab.simulation.block_cache import BlockCache
 from sglang_hybrid.extensions.lab.simulation.future import NextUses, Oracle
 from sglang_hybrid.extensions.lab.simulation.policies import TailLru
 from sglang_hybrid.extensions.lab.simulation.simulator import Cache, Outcome, Simulator, hit_rate
+from sglang_hybrid.extensions.lab.simulation.system_names import ORACLES, build_system, parse_spec
 from sglang_hybrid.extensions.lab.simulation.token_tree import TokenTree
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
@@ -282,8 +282,8 @@ def test_what_never_returns_goes_first_however_new_it_is(name: str) -> None:
     old, new, other = (request(numbers(1000 * i, 100), [1], float(i)) for i in (1, 2, 3))
     again = request([*numbers(1000, 100), 1, 9], [1], 9.0)
     asked = [old, new, other, again]
-    assert hits(Spec(name).build(Setting(PAPER, BOTH, asked)), *asked) == [0, 0, 0, 101]
-    assert hits(Spec("lru").build(Setting(PAPER, BOTH, asked)), *asked) == [0, 0, 0, 0]
+    assert hits(build_system(Spec(name), Setting(PAPER, BOTH, asked)), *asked) == [0, 0, 0, 101]
+    assert hits(build_system(Spec("lru"), Setting(PAPER, BOTH, asked)), *asked) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("name", "kept"), [("when", [101, 0, 101]), ("lru", [0, 101, 101])])
@@ -291,7 +291,7 @@ def test_when_knows_which_of_two_returns_first(name: str, kept: list[int]) -> No
     """The third one takes the room of that which returns later, and not of the older one."""
     first = [request(numbers(1000 * i, 100), [1], float(i)) for i in (1, 2, 3)]
     back = [request([*one.tokens.tolist(), 9], [1], 9.0) for one in first]
-    cache = Spec(name).build(Setting(PAPER, BOTH, [*first, *back]))
+    cache = build_system(Spec(name), Setting(PAPER, BOTH, [*first, *back]))
     assert hits(cache, *first) == [0, 0, 0]
     assert [cache.peek(one) for one in back] == kept
 
@@ -350,7 +350,7 @@ def test_the_budget_is_strict_and_the_account_exact(
     states = rng.randrange(1, 12)
     budget = Split(rng.randrange(20, 400), states) if split else states * PAPER.state_bytes
     requests = traffic(seed)
-    cache = Spec(name).build(Setting(PAPER, budget, requests, min_branch_tokens=3))
+    cache = build_system(Spec(name), Setting(PAPER, budget, requests, min_branch_tokens=3))
     steps = interleaved(cache, requests, rng) if overlap else map(cache.serve, requests)
     for step in steps:
         assert overlap or 0 <= step.hit_len <= step.kv_len < step.input_len
@@ -374,7 +374,7 @@ def check(cache: Simulator) -> None:
 
 
 def test_a_state_exists_only_once_its_prefill_has_run() -> None:
-    cache = Spec("lru").build(Setting(PAPER, None, []))
+    cache = build_system(Spec("lru"), Setting(PAPER, None, []))
     one, again = request(numbers(0, 100), [1, 2]), request(numbers(0, 100), [1, 2])
     first = cache.begin(one)
     assert cache.begin(again).outcome == Outcome(100, 0, 0)
@@ -411,7 +411,7 @@ def test_a_split_as_we_default_it() -> None:
 
 
 def test_two_pools_that_learn_share_one_history() -> None:
-    cache = Spec("reuse").build(Setting(PAPER, Split(100, 4), []))
+    cache = build_system(Spec("reuse"), Setting(PAPER, Split(100, 4), []))
     assert isinstance(cache, Simulator)
     assert cache.memory.pool.policy is not cache.memory.state_pool.policy
     assert cache.memory.pool.policy.history is cache.memory.state_pool.policy.history is not None
@@ -432,16 +432,16 @@ def test_tenants_share_nothing(name: str, served: bool) -> None:
         )
     ]
     setting = Setting(PAPER, 2**40, requests, serving=Serving() if served else None)
-    found = [outcome.hit_len for outcome in map(Spec(name).build(setting).serve, requests)]
+    found = [outcome.hit_len for outcome in map(build_system(Spec(name), setting).serve, requests)]
     assert [hit > 0 for hit in found] == [False, True, False, False, True, True]
 
 
 @pytest.mark.parametrize("name", [n for n in SYSTEMS if n not in ("none", "vllm+", "vllm")])
 def test_a_model_without_state_resumes_wherever_its_kv_reaches(name: str) -> None:
     asked = [request(numbers(0, 100), [1]), request([*numbers(0, 70), 1], [1])]
-    cache = Spec(name).build(Setting(ATTENTION, None, asked))
+    cache = build_system(Spec(name), Setting(ATTENTION, None, asked))
     assert hits(cache, *asked) == [0, 70]
-    again = Spec(name).build(Setting(ATTENTION, None, asked))
+    again = build_system(Spec(name), Setting(ATTENTION, None, asked))
     tickets = [again.begin(one) for one in asked]
     for ticket in tickets:
         again.end_prefill(ticket)
@@ -462,7 +462,7 @@ def test_a_model_without_state_resumes_wherever_its_kv_reaches(name: str) -> Non
     ],
 )
 def test_a_spec_is_read_and_shown(text: str, shown: str) -> None:
-    assert str(Spec.parse(text)) == shown
+    assert str(parse_spec(text)) == shown
 
 
 @pytest.mark.parametrize(
@@ -477,7 +477,7 @@ def test_a_spec_is_read_and_shown(text: str, shown: str) -> None:
 )
 def test_a_spec_that_is_none(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Spec.parse(text)
+        parse_spec(text)
 
 
 # marconi-notes.md section 8. Its clairvoyant forgets branch points with their KV (remember=False).
@@ -505,7 +505,7 @@ SECTION_8 = [
 @pytest.mark.parametrize(("name", "budget", "spec", "expected"), SECTION_8)
 def test_independent_numbers(name: str, budget: int, spec: str, expected: float) -> None:
     requests = trace(name)
-    cache = Spec.parse(spec).build(Setting(PAPER, budget * GB, requests))
+    cache = build_system(parse_spec(spec), Setting(PAPER, budget * GB, requests))
     rate = 100 * hit_rate([cache.serve(one) for one in requests])
     assert rate == pytest.approx(expected, abs=1.0)
 
@@ -514,7 +514,7 @@ def test_density_is_no_worse_than_in_the_notes() -> None:
     """Where LRU has 50.2 and 80.6."""
     for name, budget, notes in (("sharegpt_55", 2, 50.8), ("taubench_airline", 10, 87.0)):
         requests = trace(name)
-        cache = Spec("density").build(Setting(PAPER, budget * GB, requests))
+        cache = build_system(Spec("density"), Setting(PAPER, budget * GB, requests))
         assert 100 * hit_rate([cache.serve(one) for one in requests]) >= notes
 
 
@@ -523,7 +523,7 @@ def test_knowing_the_future_beats_every_other_policy() -> None:
     requests = trace("bbh_fewshot")
     oracle_rate = 0.0
     for name in ("clairvoyant", *(n for n in SYSTEMS if n not in (*ORACLES, "unbounded"))):
-        cache = Spec(name).build(Setting(PAPER, 2 * GB, requests))
+        cache = build_system(Spec(name), Setting(PAPER, 2 * GB, requests))
         rate = hit_rate([cache.serve(one) for one in requests])
         oracle_rate = oracle_rate or rate
         assert rate <= oracle_rate, name

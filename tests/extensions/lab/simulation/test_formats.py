@@ -20,7 +20,7 @@ from sglang_hybrid.core.named_files import FileError
 from sglang_hybrid.core.records.edges import common_prefix
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.server_settings import Serving
-from sglang_hybrid.core.systems import Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic import requests
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab.runner import Job, Runner

@@ -20,7 +20,7 @@ from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
-from sglang_hybrid.extensions.lab.systems import Setting, Spec
+from sglang_hybrid.extensions.lab.systems import Setting, build_system, parse_spec
 from sglang_hybrid.storage.codecs.codecs import Codec
 
 pytest.importorskip("sglang")
@@ -186,7 +186,7 @@ def simulated(
 ) -> Played:
     serving = replace(SERVING, one_memory=isinstance(pools, int))
     setting = Setting(cost, pools, requests, serving=serving)
-    simulator = Spec.parse(policy).build(setting)
+    simulator = build_system(parse_spec(policy), setting)
     assert isinstance(simulator, ServerSimulator)
     hits = [outcome.hit_len for outcome in simulator.run(requests)]
     assert simulator.memory.kv_in_use == simulator.memory.slots_in_use == 0

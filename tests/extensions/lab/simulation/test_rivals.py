@@ -7,11 +7,12 @@ import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Serving
-from sglang_hybrid.core.systems import Setting, Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab import systems  # noqa: F401, it registers them
 from sglang_hybrid.extensions.lab.simulation.block_cache import block_names
 from sglang_hybrid.extensions.lab.simulation.rivals import LmCache, TensorRtLlm, VllmCache
+from sglang_hybrid.extensions.lab.simulation.system_names import Setting, build_system
 from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import TierBudgets
 
 COST = CostModel.paper_7b().with_sizes(kv_bytes_per_token=10, state_bytes=480)
@@ -69,7 +70,7 @@ def test_vllm_evicts_the_end_of_the_longest_released_sequence_first() -> None:
 def test_what_does_not_fit_leaves_nothing(name: str) -> None:
     for budget in (0, 10, 20 * PAGE):
         setting = Setting(COST, budget, [request(1_000)], serving=Serving())
-        cache = Spec(name).build(setting)
+        cache = build_system(Spec(name), setting)
         for _ in range(2):
             assert cache.serve(request(1_000)).hit_len == 0
         assert cache.used <= budget
@@ -77,7 +78,7 @@ def test_what_does_not_fit_leaves_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vllm", "tensorrt-llm"])
 def test_what_running_requests_hold_stays(name: str) -> None:
-    cache = Spec(name).build(Setting(COST, 40 * PAGE, [request(100)], serving=Serving()))
+    cache = build_system(Spec(name), Setting(COST, 40 * PAGE, [request(100)], serving=Serving()))
     cache.serve(request(65, answer=1, who=1))
     held = cache.begin(request(100, who=1))
     assert held.outcome.hit_len

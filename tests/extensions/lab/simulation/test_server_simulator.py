@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Serving, Split
-from sglang_hybrid.core.systems import ORACLES
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.core.victims.eviction import POLICIES
 from sglang_hybrid.extensions.lab.simulation.baselines import ServedClairvoyant
 from sglang_hybrid.extensions.lab.simulation.future import NextUses
 from sglang_hybrid.extensions.lab.simulation.server_simulator import Running, ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.simulator import Simulator, hit_rate
+from sglang_hybrid.extensions.lab.simulation.system_names import ORACLES, build_system, parse_spec
 from sglang_hybrid.extensions.lab.simulation.told import ToldServer
 from sglang_hybrid.extensions.lab.simulation.traces.generators import generate, traffic
 from sglang_hybrid.extensions.lab.systems import Setting, Spec
@@ -49,7 +49,7 @@ def build(
     serving: Serving | None = None,
 ) -> ServerSimulator:
     setting = Setting(PAPER, budget, requests, least, serving or Serving())
-    cache = Spec.parse(name).build(setting)
+    cache = build_system(parse_spec(name), setting)
     assert isinstance(cache, ServerSimulator)
     return cache
 
@@ -235,5 +235,5 @@ def test_states_are_compared_by_the_request_whose_prefill_would_leave_them() -> 
 
 def test_a_model_without_state_is_replayed_by_the_papers_rules() -> None:
     attention = CostModel(1, 0, (), 8, 0)
-    cache = Spec("lru").build(Setting(attention, 10_000, [], serving=Serving()))
+    cache = build_system(Spec("lru"), Setting(attention, 10_000, [], serving=Serving()))
     assert type(cache) is Simulator

@@ -18,7 +18,7 @@ from sglang_hybrid.extensions.lab.simulation.simulator import hit_rate
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
 from sglang_hybrid.extensions.lab.simulation.traces.stitch import stitched
-from sglang_hybrid.extensions.lab.systems import Setting, Spec
+from sglang_hybrid.extensions.lab.systems import Setting, build_system, parse_spec
 from tests.examples import seeds
 from tests.traces import TRACES
 
@@ -88,6 +88,6 @@ def mooncake() -> list[Request]:
 )
 def test_independent_numbers_of_mooncake(spec: str, expected: float) -> None:
     setting = Setting(PAPER, 40 * 10**9, mooncake())
-    cache = Spec.parse(spec).build(setting)
+    cache = build_system(parse_spec(spec), setting)
     rate = 100 * hit_rate([cache.serve(one) for one in mooncake()])
     assert rate == pytest.approx(expected, abs=0.2)

@@ -14,12 +14,13 @@ import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import ServedTiers, Serving, Split
-from sglang_hybrid.core.systems import Spec, make_policies
+from sglang_hybrid.core.specs import Spec, make_policies
 from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Link, Speeds, Tier
 from sglang_hybrid.core.traffic.recorder import Finished, RequestWindow
 from sglang_hybrid.core.traffic.requests import Request, make_request
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
+from sglang_hybrid.extensions.lab.simulation.system_names import parse_spec
 from sglang_hybrid.extensions.lab.simulation.tiers.tiered_server import TieredServerSimulator
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import TokensFound, replay
 from sglang_hybrid.extensions.lab.simulation.tuner.tuner import Rules, Tuner
@@ -46,7 +47,7 @@ def simulator(
     cost: CostModel = COST,
 ) -> TieredServerSimulator:
     serving = Serving(chunk=64, grid=64, one_memory=isinstance(memory, int))
-    policies = make_policies(Spec.parse(name))
+    policies = make_policies(parse_spec(name))
     return TieredServerSimulator(cost, memory, *policies, below, 16, serving)
 
 
@@ -107,7 +108,8 @@ PARITY = [
 def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool) -> None:
     pytest.importorskip("sglang")
     from sglang_hybrid.cache.tiers.served_tiers import served_tiers
-    from sglang_hybrid.core.systems import PolicySwitch
+    from sglang_hybrid.core.specs import PolicySwitch
+    from sglang_hybrid.extensions.lab.simulation.system_names import parse_spec
     from sglang_hybrid.serving.config import HybridConfig
     from tests.cache.tiers import PollingServer, build_tiered_cache
 
@@ -115,7 +117,7 @@ def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool
     options = HybridConfig(hybrid_offload_watermark=1.0)
     cache: Any = build_tiered_cache(sizes, options, policy=writes, ratio=2.0)
     cache.speeds.speeds, cache.speeds.poll = SPEEDS, lambda: []
-    cache.tuning.switch(PolicySwitch(1, Spec.parse(name), "a test"))
+    cache.tuning.switch(PolicySwitch(1, parse_spec(name), "a test"))
     below = served_tiers(cache)
     assert below is not None
     assert below.speeds is SPEEDS
@@ -129,7 +131,7 @@ def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool
         check(ours)
     assert found == theirs
     alone = ServerSimulator(
-        cache.cost, ours.budget, *make_policies(Spec.parse(name)), 16, ours.serving
+        cache.cost, ours.budget, *make_policies(parse_spec(name)), 16, ours.serving
     )
     assert [alone.serve(request).hit_len for request in REQUESTS] != theirs
     assert server.loads == ours.memory.counts.loads[Tier.HOST] > 0
@@ -155,7 +157,7 @@ def test_with_a_codec_the_simulator_hits_and_marks_what_the_server_does(
 ) -> None:
     """More of the smaller copies fit, and the same requests resume from what is not exact."""
     from sglang_hybrid.cache.tiers.served_tiers import served_tiers
-    from sglang_hybrid.core.systems import PolicySwitch
+    from sglang_hybrid.core.specs import PolicySwitch
     from sglang_hybrid.serving.config import HybridConfig
     from tests.cache.tiers import PollingServer, build_tiered_cache
 
@@ -203,8 +205,9 @@ def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
     """Not the same: what the server reads from its disk is a new node of its tree."""
     pytest.importorskip("sglang")
     from sglang_hybrid.cache.tiers.served_tiers import served_tiers
-    from sglang_hybrid.core.systems import PolicySwitch
+    from sglang_hybrid.core.specs import PolicySwitch
     from sglang_hybrid.extensions.disk import file_backend
+    from sglang_hybrid.extensions.lab.simulation.system_names import parse_spec
     from sglang_hybrid.serving.config import HybridConfig
     from tests.cache.disk import disk_server
 
@@ -214,7 +217,7 @@ def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
     with disk_server(tmp_path / "disk", sizes, options, ratio=1.5) as server:
         cache: Any = server.cache
         cache.speeds.speeds, cache.speeds.poll = SPEEDS, lambda: []
-        cache.tuning.switch(PolicySwitch(1, Spec.parse(name), "a test"))
+        cache.tuning.switch(PolicySwitch(1, parse_spec(name), "a test"))
         below = served_tiers(cache)
         assert below is not None
         assert below.disk > 0

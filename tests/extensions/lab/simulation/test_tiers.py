@@ -35,7 +35,7 @@ from sglang_hybrid.extensions.lab.simulation.tiers.tier_simulator import TieredS
 from sglang_hybrid.extensions.lab.simulation.timing import Timeline
 from sglang_hybrid.extensions.lab.simulation.token_tree import prefix_hashes
 from sglang_hybrid.extensions.lab.simulation.traces import generators
-from sglang_hybrid.extensions.lab.systems import Setting, Spec, systems
+from sglang_hybrid.extensions.lab.systems import Setting, Spec, build_system, parse_spec, systems
 
 COST = CostModel.paper_7b().with_sizes(kv_bytes_per_token=10, state_bytes=300)
 DEVICE, HOST, DISK = TIERS
@@ -58,7 +58,7 @@ def build(
 ) -> TieredSimulator:
     tiers = TierBudgets.of(*sizes)
     setting = Setting(COST, None, requests or [], 16, tiers=tiers, speeds=SPEEDS)
-    cache = Spec.parse(name).build(setting)
+    cache = build_system(parse_spec(name), setting)
     assert isinstance(cache, TieredSimulator)
     return cache
 
@@ -466,7 +466,7 @@ def in_codec(codec: str, requests: list[Request], disk: str = "") -> TieredSimul
     tiers = TierBudgets.parse(f"device=45000,host=70000@1GB/s:{codec}{below}")
     speeds = Speeds.of(COST.flops(1) * 1e3, host=Link(1e9), disk=Link(1e9))
     setting = Setting(cost, None, requests, 16, tiers=tiers, speeds=speeds)
-    cache = Spec("lru").build(setting)
+    cache = build_system(Spec("lru"), setting)
     assert isinstance(cache, TieredSimulator)
     return cache
 
@@ -550,14 +550,14 @@ def test_a_policy_without_tiers_says_which_have_them() -> None:
     with pytest.raises(ValueError, match="not replayed in tiers; these are: lru"):
         build("sglang", (4_000, 12_000, 0))
     with pytest.raises(ValueError, match="not replayed without tiers"):
-        Spec("hicache").build(Setting(COST, 10_000, []))
+        build_system(Spec("hicache"), Setting(COST, 10_000, []))
 
 
 def test_a_model_without_states_is_refused() -> None:
     attention = COST.with_sizes(kv_bytes_per_token=10, state_bytes=0)
     tiers = TierBudgets.of(1_000, 1_000)
     with pytest.raises(ValueError, match="models with states"):
-        Spec("lru").build(Setting(attention, None, [], tiers=tiers, speeds=SPEEDS))
+        build_system(Spec("lru"), Setting(attention, None, [], tiers=tiers, speeds=SPEEDS))
 
 
 def test_counts_are_summed_up() -> None:
@@ -578,6 +578,8 @@ def test_what_a_request_holds_may_go_with_the_kv_above_it() -> None:
     requests = generators.generate("few-shot", kind, 2)
     tiers = TierBudgets.of(10**8, 10**8, 2 * 10**8)
     setting = Setting(cost, None, requests, tiers=tiers, speeds=tiers.speeds(cost, PAPER))
-    timeline = Timeline([Spec("lru").build(setting)], PAPER, order=Window(64), bound=Bound(8, 30.0))
+    timeline = Timeline(
+        [build_system(Spec("lru"), setting)], PAPER, order=Window(64), bound=Bound(8, 30.0)
+    )
     served = timeline.run(requests)
     assert len(served) == len(requests)

@@ -10,7 +10,7 @@ import numpy as np
 
 from sglang_hybrid.core.costs.cost import UNBOUNDED, IntArray
 from sglang_hybrid.core.server_settings import Budget, Split
-from sglang_hybrid.core.systems import HINDSIGHT, Spec, make_policies
+from sglang_hybrid.core.specs import Spec, make_policies
 from sglang_hybrid.core.traffic.recorder import RequestWindow
 from sglang_hybrid.extensions.lab.simulation.baselines import (
     SGLANG_RUNNING_STATES,
@@ -19,10 +19,11 @@ from sglang_hybrid.extensions.lab.simulation.baselines import (
 )
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.simulator import Cache, Outcome, Simulator
+from sglang_hybrid.extensions.lab.simulation.system_names import HINDSIGHT, best_of
 from sglang_hybrid.extensions.lab.simulation.tiers.tiered_server import TieredServerSimulator
 from sglang_hybrid.extensions.lab.simulation.workers import Limits, Work, run_jobs
 
-MARCONI_ALONE = tuple(Spec(HINDSIGHT).candidates())
+MARCONI_ALONE = tuple(best_of(Spec(HINDSIGHT)))
 """The candidates of the paper; it starts with the first one, whose alpha is 0: LRU."""
 
 CANDIDATES = (

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import FloatArray, IntArray
-from sglang_hybrid.core.systems import Spec
+from sglang_hybrid.core.specs import Spec
 
 Candidate = TypeVar("Candidate", bound=Hashable)
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from sglang_hybrid.core.costs.cost import CostModel, IntArray
 from sglang_hybrid.core.server_settings import Budget, Split
-from sglang_hybrid.core.systems import Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic.recorder import RequestWindow
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import hits_within
 from sglang_hybrid.extensions.lab.simulation.tuner.regret import Regrets

@@ -10,12 +10,13 @@ from typing import Any
 from sglang_hybrid.core.costs.cost import UNBOUNDED
 from sglang_hybrid.core.returns.history import History, HistoryMatch
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.core.systems import Setting, Spec, System, make_policies
+from sglang_hybrid.core.specs import Spec, make_policies
 from sglang_hybrid.core.traffic.recorder import Finished, RequestWindow
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab.simulation.device_memory import device_pools
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.simulator import Outcome, Simulator, Ticket
+from sglang_hybrid.extensions.lab.simulation.system_names import Setting, System
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import (
     CANDIDATES,
     MARCONI_ALONE,

@@ -17,7 +17,7 @@ import numpy as np
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel, IntArray
 from sglang_hybrid.core.server_settings import ServedTiers, Serving
-from sglang_hybrid.core.systems import PolicySwitch, Spec
+from sglang_hybrid.core.specs import PolicySwitch, Spec
 from sglang_hybrid.core.traffic.recorder import (
     MOST_RECORD_BYTES,
     MOST_REQUESTS,

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.core.server_settings import Serving, Split
-from sglang_hybrid.core.systems import PolicySwitch
+from sglang_hybrid.core.specs import PolicySwitch
 from sglang_hybrid.core.traffic.recorder import Finished, make_window
+from sglang_hybrid.extensions.lab.simulation.system_names import parse_spec
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import replay
 from sglang_hybrid.extensions.lab.simulation.tuner.tuned import switching
 from sglang_hybrid.extensions.lab.systems import Setting, Spec
@@ -59,7 +60,7 @@ def server_hits(switches: dict[int, str], serving: Serving) -> tuple[list[int], 
     hits = []
     for number, request in enumerate(REQUESTS):
         if number in switches:
-            spec = Spec.parse(switches[number])
+            spec = parse_spec(switches[number])
             server.cache.tuning.switch(PolicySwitch(1, spec, "a test"))
         hits += server.play([request])
     server.check()
@@ -73,7 +74,7 @@ def replayed_hits(switches: dict[int, str], server: Server, serving: Serving) ->
     hits = []
     for number, request in enumerate(REQUESTS):
         if number in switches:
-            cache.switch(Spec.parse(switches[number]))
+            cache.switch(parse_spec(switches[number]))
         hits.append(cache.serve(request).hit_len)
     return hits
 
@@ -98,7 +99,7 @@ def test_what_a_server_records_is_replayed_as_it_was(serving: Serving, name: str
     """
     server, memory = server_of(serving)
     cache = server.cache
-    spec = Spec.parse(name)
+    spec = parse_spec(name)
     cache.tuning.switch(PolicySwitch(1, spec, "a test"))
     tuner: Any = Tuner()
     cache.tuning.tuner = tuner

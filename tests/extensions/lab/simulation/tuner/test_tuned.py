@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 from sglang_hybrid.core.server_settings import Serving
-from sglang_hybrid.core.systems import HINDSIGHT, Setting, Spec
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic.recorder import RequestWindow
 from sglang_hybrid.extensions.lab.runner import Job, Runner
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
+from sglang_hybrid.extensions.lab.simulation.system_names import (
+    HINDSIGHT,
+    Setting,
+    best_of,
+    build_system,
+    parse_spec,
+)
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import CANDIDATES, TokensFound
 from sglang_hybrid.extensions.lab.simulation.tuner.tuned import (
     CHOICES,
@@ -52,7 +59,7 @@ def played(setting: Setting, delay: int) -> SimulatedTunedCache:
 @everywhere
 def test_while_nothing_is_chosen_it_is_the_cache_it_starts_with(setting: Setting) -> None:
     cache = SimulatedTunedCache(setting, [REUSE], REUSE, RULES)
-    alone = REUSE.build(setting)
+    alone = build_system(REUSE, setting)
     for request in setting.requests:
         assert cache.serve(request) == alone.serve(request)
     assert cache.cache.memory.has_evicted
@@ -91,7 +98,7 @@ def test_it_follows_the_traffic() -> None:
 
 def test_the_paper_tunes_alpha_and_starts_with_0() -> None:
     alphas = CHOICES["marconi-tuned"]
-    assert list(alphas) == Spec(HINDSIGHT).candidates()
+    assert list(alphas) == best_of(Spec(HINDSIGHT))
     assert dict(alphas[0].options) == {"alpha": 0.0}
     cache = build_tuned("marconi-tuned", SETTINGS["one budget"], delay=1, window=40)
     assert cache.tuner.current == alphas[0]
@@ -107,7 +114,7 @@ def test_the_paper_tunes_alpha_and_starts_with_0() -> None:
 )
 @pytest.mark.parametrize("name", CHOICES)
 def test_it_is_replayed_by_name_and_in_time(name: str, serving: Serving | None) -> None:
-    spec = Spec.parse(f"{name}:delay=4,window=40")
+    spec = parse_spec(f"{name}:delay=4,window=40")
     job = Job(spec, "both", COST, POOLS, PAPER, serving=serving)
     result = Runner({"both": TRAFFIC}).run(job)
     assert len(result.ttft) == len(TRAFFIC)

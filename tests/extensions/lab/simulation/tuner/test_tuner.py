@@ -10,7 +10,7 @@ import pytest
 
 from sglang_hybrid.core.costs.cost import IntArray
 from sglang_hybrid.core.server_settings import Serving
-from sglang_hybrid.core.systems import PolicySwitch
+from sglang_hybrid.core.specs import PolicySwitch
 from sglang_hybrid.core.traffic.recorder import RequestWindow
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import CANDIDATES, TokensFound, search
 from sglang_hybrid.extensions.lab.simulation.tuner.regret import Advantages, Regrets

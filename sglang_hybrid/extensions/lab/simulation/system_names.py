@@ -1,7 +1,6 @@
 """Systems that can be replayed, by name: `NAME` or `NAME:OPTION=VALUE,..`, as `marconi:alpha=0.3`.
 
-A system is a cache with its policy. `replay.systems` enters in `SYSTEMS` what it can build. In the
-server a `Spec` names the policy in force.
+A system is a cache with its policy. `lab/systems.py` enters in `SYSTEMS` what it can build.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from inspect import signature
 from typing import Any
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, UNBOUNDED, CostModel
-from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
+from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.tiers.rates import Speeds
-from sglang_hybrid.core.victims.eviction import POLICIES, Policy, Reuse, make_policy
+from sglang_hybrid.core.victims.eviction import POLICIES, Policy, make_policy
 
 HINDSIGHT = "marconi-best"
 """Marconi at the alpha that finds most."""
@@ -100,64 +99,6 @@ def options_of(make: Callable[..., Policy]) -> tuple[str, ...]:
     return tuple(name for name in signature(make).parameters if name not in hidden)
 
 
-@dataclass(frozen=True)
-class Spec:
-    """A system's name and options, as written on a command line."""
-
-    name: str
-    options: tuple[tuple[str, float], ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> Spec:
-        """Raises ValueError, in one sentence that lists what there is."""
-        name, _, rest = text.partition(":")
-        options_by_name = {policy: options_of(make) for policy, make in POLICIES.items()}
-        options_by_name |= {known: system.options for known, system in SYSTEMS.items()}
-        if name not in options_by_name and name not in BEST_OF:
-            there = ", ".join([*(SYSTEMS or POLICIES), *BEST_OF])
-            raise ValueError(f"unknown policy {name!r}; known are {there}")
-        accepted = options_by_name.get(name, ())
-        options: list[tuple[str, float]] = []
-        for part in filter(None, rest.split(",")):
-            option, _, value = part.rpartition("=")
-            option = option or (accepted[0] if accepted else "")
-            if option not in accepted:
-                there = f"its options are {', '.join(accepted)}" if accepted else "it has none"
-                raise ValueError(f"policy {name!r} has no option {option or value!r}; {there}")
-            try:
-                options.append((option, float(value)))
-            except ValueError:
-                raise ValueError(f"{value!r} is no number for {option} of {name!r}") from None
-        spec = cls(name, tuple(options))
-        if name in POLICIES and options:
-            make_policy(name, **dict(options))
-        return spec
-
-    def __str__(self) -> str:
-        shown = (
-            f"{value:g}" if name == "alpha" else f"{name}={value:g}" for name, value in self.options
-        )
-        return " ".join([self.name, *shown])
-
-    def build(self, setting: Setting) -> Any:
-        """The cache; its system must be in `SYSTEMS`. Raises ValueError if it knows no tiers where
-        there are some, or nothing else where there are none.
-        """
-        system, tiered = SYSTEMS[self.name], setting.tiers is not None
-        build = system.in_tiers if tiered else system.build
-        if build is None:
-            where = "in" if tiered else "without"
-            able = ", ".join(systems(tiered=tiered))
-            raise ValueError(
-                f"policy {self.name!r} is not replayed {where} tiers; these are: {able}"
-            )
-        return build(setting, **dict(self.options))
-
-    def candidates(self) -> list[Spec]:
-        """Itself, or the systems that the best is chosen from."""
-        return BEST_OF.get(self.name, [self])
-
-
 BEST_OF: dict[str, list[Spec]] = {
     HINDSIGHT: [Spec("marconi", (("alpha", alpha),)) for alpha in ALPHAS],
     FORESIGHT: [Spec(name) for name in ORACLES],
@@ -165,20 +106,47 @@ BEST_OF: dict[str, list[Spec]] = {
 """Names that stand for whichever of several systems finds most."""
 
 
-@dataclass(frozen=True)
-class PolicySwitch:
-    """A decision of the tuner: from the scheduler step with which it arrives, `spec` chooses the
-    victims on every rank.
+def parse_spec(text: str) -> Spec:
+    """The system that `text` names, with its options. Raises ValueError, in one sentence that lists
+    what there is.
     """
+    name, _, rest = text.partition(":")
+    options_by_name = {policy: options_of(make) for policy, make in POLICIES.items()}
+    options_by_name |= {known: system.options for known, system in SYSTEMS.items()}
+    if name not in options_by_name and name not in BEST_OF:
+        there = ", ".join([*(SYSTEMS or POLICIES), *BEST_OF])
+        raise ValueError(f"unknown policy {name!r}; known are {there}")
+    accepted = options_by_name.get(name, ())
+    options: list[tuple[str, float]] = []
+    for part in filter(None, rest.split(",")):
+        option, _, value = part.rpartition("=")
+        option = option or (accepted[0] if accepted else "")
+        if option not in accepted:
+            there = f"its options are {', '.join(accepted)}" if accepted else "it has none"
+            raise ValueError(f"policy {name!r} has no option {option or value!r}; {there}")
+        try:
+            options.append((option, float(value)))
+        except ValueError:
+            raise ValueError(f"{value!r} is no number for {option} of {name!r}") from None
+    spec = Spec(name, tuple(options))
+    if name in POLICIES and options:
+        make_policy(name, **dict(options))
+    return spec
 
-    number: int
-    spec: Spec
-    reason: str
+
+def build_system(spec: Spec, setting: Setting) -> Any:
+    """The cache of the system that `spec` names, which must be in `SYSTEMS`. Raises ValueError if
+    it knows no tiers where there are some, or nothing else where there are none.
+    """
+    system, tiered = SYSTEMS[spec.name], setting.tiers is not None
+    build = system.in_tiers if tiered else system.build
+    if build is None:
+        where = "in" if tiered else "without"
+        able = ", ".join(systems(tiered=tiered))
+        raise ValueError(f"policy {spec.name!r} is not replayed {where} tiers; these are: {able}")
+    return build(setting, **dict(spec.options))
 
 
-def make_policies(spec: Spec, history: History | None = None) -> tuple[Policy, Policy]:
-    """One policy object for KV and one for states; those that learn share `history`."""
-    options: dict[str, Any] = dict(spec.options)
-    if spec.name == Reuse.name:
-        options["history"] = history or History()
-    return make_policy(spec.name, **options), make_policy(spec.name, **options)
+def best_of(spec: Spec) -> list[Spec]:
+    """`spec` alone, or the systems that the best is chosen from."""
+    return BEST_OF.get(spec.name, [spec])
