@@ -51,7 +51,7 @@ class Endings:
         hint = fields_of(req).hints.session
         if hint is None and session is not None:
             hint = Hint.ENDS if closed else Hint.RETURNS
-        if cache.tuning.listens:
+        if cache.tuning is not None and cache.tuning.listens:
             cache.tuning.on_request_end(req, up_to, starts, reply_start, hint)
         if self._shadow_tree is None:
             return

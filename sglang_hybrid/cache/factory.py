@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.registry import (
@@ -29,8 +29,10 @@ from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.device_streams import host_is_device
 from sglang_hybrid.serving.flag_values import FullHit
 from sglang_hybrid.serving.ranks import of_all_stages
-from sglang_hybrid.storage.codecs import coded_rows
-from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
+from sglang_hybrid.storage.codecs import in_use
+
+if TYPE_CHECKING:
+    from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang_hybrid.cache.sizes import cost_of_model
 
     options = HybridConfig.from_environment()
-    coded_rows.use(*_codecs(options, context))
+    in_use.use(*_codecs(options, context))
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args) or ""
@@ -94,7 +96,11 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         cache.report.advice = advise(setup)
         if without_full_hits:
             cache.report.advice.append(f"--hybrid-full-hit does nothing: {without_full_hits}.")
-        if _rank() is not None and cache.is_mamba_enabled and context.params.pp_size == 1:
+        receives = _rank() is not None and cache.is_mamba_enabled and context.params.pp_size == 1
+        if receives and setup.divided:
+            from sglang_hybrid.cache.tuning import Tuning
+
+            cache.tuning = cache.tuning or Tuning(cache, cache.parts)
             cache.tuning.watch_splits(setup, None if _rank() else context.server_args)
     if cache.page is not None:
         server_args = context.server_args
@@ -113,10 +119,12 @@ def cache_class(*, tiers: bool) -> type[HybridRadixCache]:
     return HostTierCache
 
 
-def _codecs(options: HybridConfig, context: TreeCacheBuildContext) -> tuple[CodecPlan, CodecPlan]:
-    """Those of copies below the device, and of entries that the device keeps coded."""
+def _codecs(
+    options: HybridConfig, context: TreeCacheBuildContext
+) -> tuple[CodecPlan | None, CodecPlan | None]:
+    """Those of copies below the device, and of entries that the device keeps coded; None: exact."""
     if not (options.hybrid_tier_codec.may_change or options.hybrid_device_codec.may_change):
-        return CodecPlan(), CodecPlan()
+        return None, None
     from sglang_hybrid.cache.tiers.codec_choice import choose_codecs, choose_device_codecs
 
     return choose_codecs(options, context), choose_device_codecs(options, context)

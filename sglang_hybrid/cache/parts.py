@@ -5,6 +5,7 @@ Components, tuner and cache share them; none of their files imports `radix_cache
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,19 +25,18 @@ from sglang_hybrid.cache.request.pinning import make_pins
 from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
 from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
-from sglang_hybrid.cache.tiers.served_tiers import disk_of
 from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.planner import Planner
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.server_settings import Serving
-from sglang_hybrid.core.specs import Spec, make_policies
+from sglang_hybrid.core.specs import PolicySwitch, Spec, make_policies
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.serving.flag_values import Eviction
 from sglang_hybrid.serving.telemetry.stats import CacheStats
 from sglang_hybrid.serving.telemetry.tiers import TierStats
-from sglang_hybrid.storage.codecs.coded_rows import on_device
+from sglang_hybrid.storage.codecs.in_use import on_device
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -51,12 +51,14 @@ if TYPE_CHECKING:
     from sglang_hybrid.extensions.disk.learning import Learning
     from sglang_hybrid.serving.config import HybridConfig
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(eq=False)
 class Parts:
     """The parts of one cache that decide, count and record.
 
-    start: the policy that the flags start with. account: of one memory, None where KV and states
+    in_force: the policy; at first, that of the flags. account: of one memory, None where KV and states
     have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
     None where states are taken where SGLang tracks them. serving: how the server runs, None there.
     speeds: of prefills and transfers. full_hits: prompts that need no forward; None where all do.
@@ -66,7 +68,7 @@ class Parts:
     """
 
     options: HybridConfig
-    start: Spec
+    in_force: Spec
     cost: CostModel
     account: MemoryAccount | None
     stats: CacheStats
@@ -90,6 +92,16 @@ class Parts:
     def elsewhere(self) -> CodedEntries | ParkedKv | None:
         """The KV that is on the device in another form, or place, than requests read it."""
         return self.parked if self.coded is None else self.coded
+
+    def use_policy(self, switch: PolicySwitch) -> None:
+        """On every rank at the same step: the policy of `switch` comes into force."""
+        assert self.shadow_tree is not None, "only a policy of ours is tuned"
+        self.shadow_tree.use(*make_policies(switch.spec, self.shadow_tree.history))
+        self.in_force = switch.spec
+        logger.info(
+            "sglang_hybrid: eviction is %s from request %d on: %s.",
+            *(switch.spec, self.shadow_tree.clock.tick, switch.reason),
+        )
 
     def could_hold(self, kv_tokens: int, states: int) -> bool:
         """True if one memory could hold so much if nothing else were there; of two pools, True."""
@@ -120,11 +132,11 @@ def build_parts(
     memory = shared_memory(allocator)
     account = None if memory is None else memory.account
     measured, stats = measured_cost(cost, params), CacheStats()
-    coded = None
-    if not on_device().exact and not params.disable:
+    coded, codecs = None, on_device()
+    if codecs is not None and not params.disable:
         from sglang_hybrid.cache.coded.entries import CodedEntries
 
-        coded = CodedEntries(cache, params, on_device())
+        coded = CodedEntries(cache, params, codecs)
         sizes = coded.sizes(measured.kv_bytes_per_token, measured.state_bytes)
         measured = replace(measured, coded=sizes)
     spilled = parked = None
@@ -188,6 +200,8 @@ def build_parts(
     if shadow_tree is not None:
         parts.step_clock.join(shadow_tree.is_pin_over, shadow_tree.on_time)
     if tiers and shadow_tree is not None and shadow_tree.history is not None:
+        from sglang_hybrid.cache.tiers.served_tiers import disk_of
+
         learning = extension("disk.learning")
         parts.learning = learning.Learning(shadow_tree.history, partial(disk_of, cache))
     if has_states and not params.disable:

@@ -26,7 +26,6 @@ from sglang_hybrid.cache.resumable import ResumableView
 from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.cache.tiers.inexact import ExactPartsCache
 from sglang_hybrid.cache.tree.components import kept_components, with_our_components
-from sglang_hybrid.cache.tuning import make_tuning
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Ui
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.request.segments import Composition, ModularPrompts
     from sglang_hybrid.cache.tiers.request_loads import WayChooser
+    from sglang_hybrid.cache.tuning import Tuning
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.extensions.page.view import PageView
@@ -131,16 +131,21 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         self.start_tiers(self.schedule, self.options.hybrid_offload_watermark)
         with_states = self.is_mamba_enabled and not self.disable
         self.prefill_adder_class = adder_class(self.schedule, with_states=with_states)
-        self.tuning = make_tuning(self, parts, rank)
-        self.step_messages = StepMessages(self.tuning, self.step_clock)
+        self.tuning: Tuning | None = None
+        if self.options.remembers_requests and not params.disable:
+            from sglang_hybrid.cache.tuning import make_tuning
+
+            self.tuning = make_tuning(self, parts, rank)
+        sources = (self.speeds, self.learning, self.tuning, self.step_clock)
+        self.step_messages = StepMessages(*(each for each in sources if each is not None))
         self.publisher = Publisher(self, parts, self.plans)
         self.endings = Endings(self, parts)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
         self.report = CacheReport(self, parts, metrics=one_of_its_kind)
         self.page: PageView | None = None
         if self.options.hybrid_ui is not Ui.OFF:
-            tuning = self.tuning
-            what_if = extension("page.what_if").WhatIf(tuning.recent, lambda: tuning.in_force)
+            recent = (lambda: None) if self.tuning is None else self.tuning.recent
+            what_if = extension("page.what_if").WhatIf(recent, lambda: parts.in_force)
             self.page = extension("page.view").PageView(self, self.decision_log, what_if)
         self.resumable = ResumableView(self, getattr(self.tree_core, "state_events", None))
         logger.info(
@@ -160,7 +165,7 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
     @property
     def policy_name(self) -> str:
         """The eviction policy in force."""
-        return self.tuning.in_force.name
+        return self.parts.in_force.name
 
     @property
     def message_boundaries(self) -> MessageBoundaries:

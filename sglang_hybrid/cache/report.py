@@ -38,12 +38,12 @@ class CacheReport:
     @property
     def policy_name(self) -> str:
         """The eviction policy in force."""
-        return self._cache.tuning.in_force.name
+        return self._parts.in_force.name
 
     @property
     def alpha(self) -> float | None:
         """Marconi's alpha in force, None under another policy."""
-        return dict(self._cache.tuning.in_force.options).get("alpha")
+        return dict(self._parts.in_force.options).get("alpha")
 
     @property
     def answers(self) -> AnswerModels | None:
@@ -60,7 +60,8 @@ class CacheReport:
     @property
     def tuner_counts(self) -> Mapping[str, float]:
         """The tuner's totals, on the rank that has it."""
-        return self._cache.tuning.counts
+        tuning = self._cache.tuning
+        return {} if tuning is None else tuning.counts
 
     @property
     def pins(self) -> Pins | None:
@@ -71,7 +72,8 @@ class CacheReport:
     @property
     def recorded(self) -> Mapping[str, float] | None:
         """Requests that ended, by whether they are recorded; None where nothing is."""
-        info = self._cache.tuning.recording()
+        tuning = self._cache.tuning
+        info = None if tuning is None else tuning.recording()
         return None if info is None else {name: info[name] for name in ("written", "left_out")}
 
     def update_metrics(self) -> None:
@@ -81,7 +83,7 @@ class CacheReport:
 
     def server_info(self) -> dict[str, Any]:
         """The block `hybrid_cache` of /server_info."""
-        cache, parts = self._cache, self._parts
+        cache, parts, tuning = self._cache, self._parts, self._cache.tuning
         allocator = cache.req_to_token_pool.mamba_allocator if cache.is_mamba_enabled else None
         pins = self.pins
         return {
@@ -101,7 +103,7 @@ class CacheReport:
             "pins": None if pins is None else pins.as_dict(),
             "full_hits": None if parts.full_hits is None else parts.full_hits.info(),
             "transitions": None if cache.modular is None else cache.modular.info(),
-            "tuner": cache.tuning.info(),
-            "recording": cache.tuning.recording(),
-            "advice": [*self.advice, *cache.tuning.advice],
+            "tuner": None if tuning is None else tuning.info(),
+            "recording": None if tuning is None else tuning.recording(),
+            "advice": [*self.advice, *([] if tuning is None else tuning.advice)],
         }

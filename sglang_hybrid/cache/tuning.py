@@ -1,25 +1,24 @@
 """Connects the cache and the tuner: ended requests are told to the tuner, its choice is put into
 force.
 
-Every rank has a `Tuning`; the one that receives requests also has the tuner and the recorded file.
+Loaded only where a flag asks for the tuner, a recorded file or the page, or splits of the memory
+are compared. Every rank has a `Tuning` then; the one that receives requests also has the tuner and
+the recorded file.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.cache.memory.shared import shared_memory
-from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
 from sglang_hybrid.cache.tiers.served_tiers import served_tiers
 from sglang_hybrid.core.extensions import extension
 from sglang_hybrid.core.returns.hints import Hint
-from sglang_hybrid.core.returns.history import LearntBefore
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.core.specs import PolicySwitch, make_policies
+from sglang_hybrid.core.specs import PolicySwitch
 from sglang_hybrid.serving.flag_values import Eviction, Ui
 from sglang_hybrid.serving.tenants import TenantNames, tenant_of
 
@@ -34,11 +33,9 @@ if TYPE_CHECKING:
     from sglang_hybrid.extensions.lab.simulation.tuner.tuner import Tuner
     from sglang_hybrid.serving.advice import ServerSetup
 
-logger = logging.getLogger(__name__)
-
 
 class Tuning:
-    """The policy in force, and what could change it.
+    """The things that could change the policy in force, and those that remember ended requests.
 
     Args:
         cache: whose policies they are; parts: ours of it.
@@ -55,7 +52,6 @@ class Tuning:
         file: TraceFile | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.in_force = parts.start
         self.tuner = tuner
         self.file = file
         self.recorder = recorder
@@ -66,13 +62,12 @@ class Tuning:
         self._ended = 0
 
     def watch_splits(self, setup: ServerSetup, server_args: Any = None) -> None:
-        """Compare splits of the memory from now on, where two pools take of it that lend each other
-        nothing. Needs planned checkpoints, which a replay knows, and a policy of ours. server_args:
-        SGLang's, of the server whose successor reads the best split; None: none does.
+        """Compare splits of the memory from now on, which must be divided (`ServerSetup.divided`).
+        Needs planned checkpoints, which a replay knows, and a policy of ours. server_args: SGLang's;
+        the next start with these reads the best split. None: none does.
         """
-        parts, shared = self._parts, setup.one_memory or setup.spills
-        divided = setup.kv_costs and not shared
-        if not divided or parts.serving is None or parts.shadow_tree is None:
+        parts = self._parts
+        if parts.serving is None or parts.shadow_tree is None:
             return
         from sglang_hybrid.cache.split_watch import SplitWatch
 
@@ -82,7 +77,7 @@ class Tuning:
             return None if server_args is None else split_path(server_args)
 
         self.recorder = self.recorder if self.recorder is not None else _make_recorder()
-        self.splits = SplitWatch(setup, self.recent, lambda: self.in_force, path)
+        self.splits = SplitWatch(setup, self.recent, lambda: parts.in_force, path)
 
     @property
     def listens(self) -> bool:
@@ -169,32 +164,20 @@ class Tuning:
             states, parked = states + cache.parked.slots, cache.parked.tokens_of_slot
         return Split(kv + int(allocator.available_size()), states, spilled, parked)
 
-    def poll(self) -> list[PolicySwitch | SpeedsMeasured | LearntBefore]:
+    def poll(self) -> list[PolicySwitch]:
         """The message of the first rank to all ranks, with the requests of this step."""
         switch = None if self.tuner is None else self.tuner.poll()
-        learnt = [] if self._parts.learning is None else self._parts.learning.poll()
-        return [*([] if switch is None else [switch]), *self._parts.speeds.poll(), *learnt]
+        return [] if switch is None else [switch]
 
     def switch(self, switch: PolicySwitch) -> None:
         """On every rank at the same step: `switch` comes into force."""
-        shadow_tree = self._parts.shadow_tree
-        assert shadow_tree is not None, "only a policy of ours is tuned"
-        shadow_tree.use(*make_policies(switch.spec, shadow_tree.history))
-        self.in_force = switch.spec
+        self._parts.use_policy(switch)
         if self.tuner is not None:
             self.tuner.on_adoption(switch)
-        logger.info(
-            "sglang_hybrid: eviction is %s from request %d on: %s.",
-            *(switch.spec, shadow_tree.clock.tick, switch.reason),
-        )
 
-    def handlers(self) -> list[tuple[type, Callable[[Any], None]]]:
+    def handlers(self) -> list[tuple[type, Callable[[PolicySwitch], None]]]:
         """The handlers that the scheduler's dispatcher must know."""
-        learnt: list[tuple[type, Callable[[Any], None]]]
-        learning = self._parts.learning
-        learnt = [] if learning is None else [(LearntBefore, learning.restore)]
-        adopt = self._parts.speeds.adopt
-        return [(PolicySwitch, self.switch), (SpeedsMeasured, adopt), *learnt]
+        return [(PolicySwitch, self.switch)]
 
     @property
     def counts(self) -> Mapping[str, float]:
@@ -216,7 +199,7 @@ class Tuning:
 
 
 def make_tuning(cache: HybridRadixCache, parts: Parts, rank: int | None) -> Tuning:
-    """The object that may change the policy in `cache`.
+    """The object that may change the policy in `cache`, with what its flags ask for.
 
     rank: which of several caches with requests of their own this is; None if another rank receives
     its requests. Raises `RecordingError` if requests cannot be recorded where they should be.
@@ -245,7 +228,7 @@ def _make_tuner(cache: HybridRadixCache, parts: Parts) -> Tuner:
     tuner: Tuner = lab.Tuner(
         parts.cost,
         lab.Rules(window=options.hybrid_tuner_window, limits=limits),
-        parts.start,
+        parts.in_force,
         candidates=candidates.CANDIDATES if is_auto else candidates.MARCONI_ALONE,
         min_branch_tokens=options.hybrid_min_branch_tokens,
         serving=parts.serving,

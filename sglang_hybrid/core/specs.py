@@ -11,7 +11,7 @@ from sglang_hybrid.core.victims.eviction import Policy, Reuse, make_policy
 
 @dataclass(frozen=True)
 class Spec:
-    """The name of a policy and its options; in a replay, also of another system (extensions/lab)."""
+    """The name of a policy, or in a replay of another system (extensions/lab), and its options."""
 
     name: str
     options: tuple[tuple[str, float], ...] = ()

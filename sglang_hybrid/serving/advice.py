@@ -101,6 +101,11 @@ class ServerSetup:
     spills: bool = False
 
     @property
+    def divided(self) -> bool:
+        """True if KV and states have a pool each, which lend each other nothing."""
+        return self.kv_costs and not (self.one_memory or self.spills)
+
+    @property
     def free(self) -> int:
         """Slots for checkpoints when as many requests run as may."""
         return max(0, self.slots - self.running * self.held)

@@ -278,6 +278,11 @@ class HybridConfig:
         """True if other policies are tried on the traffic."""
         return not self.pinning_flag and self.hybrid_tuner_workers > 0
 
+    @property
+    def remembers_requests(self) -> bool:
+        """True if the tuner, a recorded file or the page is told of requests that ended."""
+        return self.is_tuned or bool(self.hybrid_record) or self.hybrid_ui is not Ui.OFF
+
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser, *, brief: bool = False) -> None:
         """Add our flags to `parser`, in a group of their own. brief: one line of help for each."""

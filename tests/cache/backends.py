@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Admission, Eviction
-from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs import in_use
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 
@@ -37,8 +37,8 @@ def match_prefix(cache: Any, tokens: list[int]) -> MatchResult:
 @contextmanager
 def coding(codec: Codec) -> Iterator[None]:
     """Caches that are built meanwhile keep entries coded by `codec` on the device."""
-    coded_rows.use(CodecPlan(), CodecPlan.uniform(codec))
+    in_use.use(CodecPlan(), CodecPlan.uniform(codec))
     try:
         yield
     finally:
-        coded_rows.use(CodecPlan())
+        in_use.use(CodecPlan())

@@ -19,7 +19,7 @@ from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.hooks.scheduling import take_cache_fields
 from sglang_hybrid.serving.requests.cache_fields import NOTHING, CacheFields
 from sglang_hybrid.serving.stored_keys import check_key, is_exact_part
-from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs import in_use
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 from sglang_hybrid.storage.codecs.exactness import apart_if_exact
@@ -40,9 +40,9 @@ def loads_are_visible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return -decode(self, content, dtype).abs()
 
     monkeypatch.setattr(Codec, "decode", negative)
-    coded_rows.use(CodecPlan.uniform(Codec.BF16))
+    in_use.use(CodecPlan.uniform(Codec.BF16))
     yield
-    coded_rows.use(CodecPlan())
+    in_use.use(CodecPlan())
 
 
 class SignedServer(PollingServer):
@@ -124,7 +124,7 @@ def test_a_request_says_so_itself() -> None:
 
 
 def test_without_smaller_copies_nothing_is_said() -> None:
-    coded_rows.use(CodecPlan())
+    in_use.use(CodecPlan())
     server = TieredServer.on(SIZES, options("reuse"))
     req = server.begin([5, 6, 7, 8])
     assert server.prefill_step(req)

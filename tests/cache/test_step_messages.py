@@ -21,6 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_hybrid.cache.step_messages import StepMessages
+from sglang_hybrid.cache.tuning import Tuning
 from sglang_hybrid.core.returns.history import History, LearntBefore
 from sglang_hybrid.core.specs import PolicySwitch
 from sglang_hybrid.core.tiers.rates import Tier
@@ -44,8 +45,11 @@ class Rank:
         self.learning = MagicMock()
         self.learning.poll.return_value = []
         self.learning.restore.side_effect = self._restored
-        self.cache.tuning._parts.learning = self.learning
-        self.cache.step_messages = StepMessages(self.cache.tuning, self.cache.step_clock)
+        self.learning.handlers.return_value = [(LearntBefore, self.learning.restore)]
+        cache = self.cache
+        cache.tuning = Tuning(cache, cache.parts)
+        sources = (cache.speeds, self.learning, cache.tuning, cache.step_clock)
+        cache.step_messages = StepMessages(*sources)
         self.restored: list[bytes] = []
         self.scheduler = self._scheduler()
         self._dispatcher = TypeBasedDispatcher(self.cache.step_messages.handlers())

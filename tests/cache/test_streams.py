@@ -29,7 +29,7 @@ from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
 from sglang_hybrid.serving import device_streams
 from sglang_hybrid.serving.requests.cache_fields import Imported
 from sglang_hybrid.serving.stored_keys import composed_key, segment_key
-from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs import in_use
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
 from tests.cache.backends import options
@@ -74,7 +74,7 @@ WITH_DIRECT_COPIES = {
 @pytest.fixture(autouse=True)
 def exact_again() -> Iterator[None]:
     yield
-    coded_rows.use(CodecPlan())
+    in_use.use(CodecPlan())
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, writes: str, **more: Any) -> PretendedServer:
@@ -117,7 +117,7 @@ def test_by_sglangs_direct_copies_it_waits_for_indices(monkeypatch: pytest.Monke
 
 
 def test_smaller_copies_wait_for_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    coded_rows.use(CodecPlan.uniform(Codec.BF16))  # that is what the pools' numbers are
+    in_use.use(CodecPlan.uniform(Codec.BF16))  # that is what the pools' numbers are
     at = watched(monkeypatch, "write_back")
     pools = {type(entry.host_pool).__name__ for entry in at.cache.host_pool_group.entries}
     assert pools == {"CodedKVPool", "CodedStatePool"}

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from sglang_hybrid.cache.tuning import Tuning
 from sglang_hybrid.core.specs import PolicySwitch
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import CANDIDATES
 from sglang_hybrid.extensions.lab.systems import Spec
@@ -23,7 +24,7 @@ SIZES = {
 
 
 def switch(server: Server, spec: Spec) -> None:
-    server.cache.tuning.switch(PolicySwitch(1, spec, "a test"))
+    server.cache.parts.use_policy(PolicySwitch(1, spec, "a test"))
 
 
 def prompt(source: random.Random, number: int) -> list[int]:
@@ -103,7 +104,7 @@ def test_a_switch_travels_as_the_scheduler_sends_it() -> None:
     assert pickle.loads(pickle.dumps(sent)) == sent
     sizes = Sizes()
     cache = build_cache(sizes, HybridConfig())
-    dict(cache.tuning.handlers())[PolicySwitch](sent)
+    dict(Tuning(cache, cache.parts).handlers())[PolicySwitch](sent)
     assert cache.policy_name == CANDIDATES[4].name
 
 
@@ -113,8 +114,8 @@ def test_only_the_rank_that_receives_requests_tunes() -> None:
     assert build_cache(sizes, tuned).tuning.tuner is None  # no rank was given
     first = build_cache(sizes, tuned, rank=0).tuning
     assert first.tuner is not None and first.poll() == []
-    assert build_cache(sizes, options("reuse"), rank=0).tuning.tuner is None
-    assert build_cache(sizes, HybridConfig(), rank=0).tuning.tuner is None
+    assert build_cache(sizes, options("reuse"), rank=0).tuning is None
+    assert build_cache(sizes, HybridConfig(), rank=0).tuning is None
 
 
 def test_the_tuner_begins_with_the_first_eviction() -> None:

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from sglang_hybrid.cache import factory
 from sglang_hybrid.checkpoints import compile_kernels
-from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs import in_use
 from tests.checkpoints.layers import made
 from tests.kernels.launches import noted
 from tests.kernels.model_layers import LAYERS, Layer
@@ -187,7 +187,7 @@ def test_the_start_of_a_server_compiles_where_prefills_leave_states(
     }
     for name, answer in answers.items():
         monkeypatch.setattr(factory, name, lambda *given, a=answer, **named: a)
-    monkeypatch.setattr(coded_rows, "use", lambda codecs, on_device: None)
+    monkeypatch.setattr(in_use, "use", lambda codecs, on_device: None)
     schedule = SimpleNamespace(disable_overlap_schedule=True)
     monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: schedule)
     monkeypatch.setattr("sglang_hybrid.cache.sizes.cost_of_model", lambda config: None)

@@ -9,7 +9,7 @@ import pytest
 from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.serving.requests.cache_fields import NOTHING, CacheFields
 from sglang_hybrid.serving.stored_keys import is_exact_part
-from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs import in_use
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 from sglang_hybrid.storage.codecs.exactness import apart_if_exact
@@ -19,9 +19,9 @@ EXACT = CacheFields(PromptHints(exact=True))
 
 @pytest.fixture(autouse=True, scope="module")
 def smaller() -> Iterator[None]:
-    coded_rows.use(CodecPlan.uniform(Codec.INT8))
+    in_use.use(CodecPlan.uniform(Codec.INT8))
     yield
-    coded_rows.use(CodecPlan())
+    in_use.use(CodecPlan())
 
 
 def test_only_those_that_ask_for_it_are_apart() -> None:
@@ -30,6 +30,6 @@ def test_only_those_that_ask_for_it_are_apart() -> None:
 
 
 def test_where_copies_are_exact_nothing_is_apart() -> None:
-    coded_rows.use(CodecPlan())
+    in_use.use(CodecPlan())
     assert apart_if_exact("a", EXACT) == "a" and apart_if_exact(None, EXACT) is None
-    coded_rows.use(CodecPlan.uniform(Codec.INT8))
+    in_use.use(CodecPlan.uniform(Codec.INT8))

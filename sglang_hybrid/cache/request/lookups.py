@@ -11,7 +11,7 @@ from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import fields_of
 from sglang_hybrid.serving.telemetry.stats import CacheStats, Missed, RequestReport
 from sglang_hybrid.serving.tenants import tenant_of
-from sglang_hybrid.storage.codecs.coded_rows import keeps_exact
+from sglang_hybrid.storage.codecs.in_use import keeps_exact
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hybrid.serving.stored_keys import is_exact_part
-from sglang_hybrid.storage.codecs.coded_rows import chosen
+from sglang_hybrid.storage.codecs.in_use import chosen
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
@@ -42,7 +42,7 @@ class MarkedTreeCore(UnifiedTreeCore):
         self, node_id: int, device_indices: Any, kv_xfer: Any, comp_xfers: dict[Any, list[Any]]
     ) -> Any:
         actions = super().commit_load_back(node_id, device_indices, kv_xfer, comp_xfers)
-        if not chosen().exact:
+        if chosen() is not None:
             self.inexact.add(node_id)
             for transfer in (kv_xfer, *(one for each in comp_xfers.values() for one in each)):
                 self.inexact.update(transfer.nodes_to_load or ())
@@ -66,7 +66,7 @@ class ExactPartsCache(UnifiedRadixCache):
 
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
         """As if the host had no room, which SGLang takes for an answer."""
-        if not chosen().exact and any(
+        if chosen() is not None and any(
             is_exact_part(self.tree_core.node_by_id(node_id).key.extra_key)
             for node_id in action.node_ids
         ):

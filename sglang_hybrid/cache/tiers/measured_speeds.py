@@ -92,6 +92,10 @@ class MeasuredSpeeds:
         self._sent = self.rates.speeds
         return [SpeedsMeasured(self._sent)]
 
+    def handlers(self) -> list[tuple[type, Callable[[SpeedsMeasured], None]]]:
+        """The handlers that the scheduler's dispatcher must know."""
+        return [(SpeedsMeasured, self.adopt)]
+
     def adopt(self, measured: SpeedsMeasured) -> None:
         """On every rank at the same step."""
         self.speeds = measured.speeds

@@ -93,6 +93,10 @@ class Learning:
             self._save_if_due()
         return []
 
+    def handlers(self) -> list[tuple[type, Callable[[LearntBefore], None]]]:
+        """The handlers that the scheduler's dispatcher must know."""
+        return [(LearntBefore, self.restore)]
+
     def restore(self, before: LearntBefore) -> None:
         """On every rank, at the same step."""
         learnt, self.counts.unreadable = unpack(before.content)

@@ -23,7 +23,8 @@ from torch import Tensor
 from sglang_hybrid.kernels.host_rows import read_rows, write_rows
 from sglang_hybrid.serving.device_streams import to_device
 from sglang_hybrid.storage.codecs.codecs import Codec
-from sglang_hybrid.storage.codecs.coded_rows import CodedRows, chosen
+from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
+from sglang_hybrid.storage.codecs.in_use import chosen
 
 
 class CodecRefused(ValueError):
@@ -49,20 +50,24 @@ def kv_tensors(buffer_info: Any, asked: str = "") -> list[list[Tensor]]:
         layers = [list(rows.split(widths, -1)) for rows in buffers] if plain else []
     if not plain or buffer_info.scales is not None:
         raise CodecRefused(
-            f"{asked or f'--hybrid-tier-codec {chosen()}'} knows no KV of this model and "
+            f"{asked or f'--hybrid-tier-codec {_plan()}'} knows no KV of this model and "
             "--kv-cache-dtype: it is packed, or not kept token by token; leave the flag out."
         )
     return [[tensor for tensor in tensors if tensor.numel()] for tensors in layers]
 
 
+def _plan() -> CodecPlan:
+    return chosen() or CodecPlan()
+
+
 def coded_kv_pool(sglangs: type) -> type:
     """The class of KV's host pool, instead of SGLang's where copies are to be smaller."""
-    return sglangs if chosen().exact else CodedKVPool
+    return sglangs if chosen() is None else CodedKVPool
 
 
 def coded_state_pool(sglangs: type) -> type:
     """The class of states' host pool, instead of SGLang's where copies are to be smaller."""
-    return sglangs if chosen().exact else CodedStatePool
+    return sglangs if chosen() is None else CodedStatePool
 
 
 class _Coded:
@@ -88,7 +93,7 @@ class _Coded:
 
     @property
     def storage_format_tag(self) -> str:
-        return f"sglang_hybrid-{chosen()}"
+        return f"sglang_hybrid-{_plan()}"
 
     def get_size_per_token(self) -> int:
         return self.rows.bytes
@@ -199,13 +204,13 @@ class CodedKVPool(_Coded, HostKVCache):  # type: ignore[misc]
         the ratio decide. Raises `CodecRefused` for KV that cannot have smaller copies.
         """
         if draft_buffer_infos:
-            raise CodecRefused(f"--hybrid-tier-codec {chosen()} knows no KV of draft models.")
+            raise CodecRefused(f"--hybrid-tier-codec {_plan()} knows no KV of draft models.")
         if layer_shard_enabled or dcp_size > 1:
             raise CodecRefused(
-                f"--hybrid-tier-codec {chosen()} knows no KV whose layers or tokens several ranks "
+                f"--hybrid-tier-codec {_plan()} knows no KV whose layers or tokens several ranks "
                 "divide (--dcp-size); leave one of the two out."
             )
-        self._describe(kv_tensors(buffer_info), chosen().kv, buffer_info.device)
+        self._describe(kv_tensors(buffer_info), _plan().kv, buffer_info.device)
         self.layer_num = self.target_layer_num = len(self.tensors)
         wanted = inspect.signature(HostKVCache.__init__).parameters
         super().__init__(
@@ -229,11 +234,11 @@ class CodedStatePool(_Coded, MambaPoolHost):  # type: ignore[misc]
     def __init__(self, buffer_info: Any, *arguments: Any, **named: Any) -> None:
         if buffer_info.extra_checkpoint_buffers or named.get("mtp_draft_buffer_infos"):
             raise CodecRefused(
-                f"--hybrid-tier-codec {chosen()} knows no side states or draft models."
+                f"--hybrid-tier-codec {_plan()} knows no side states or draft models."
             )
         kept = [t for t in (buffer_info.temporal, *buffer_info.conv) if t.numel()]
         layers = [[t[layer] for t in kept] for layer in range(len(buffer_info.temporal))]
-        self._describe(layers, chosen().states, buffer_info.temporal.device)
+        self._describe(layers, _plan().states, buffer_info.temporal.device)
         super().__init__(buffer_info, *arguments, **named)
 
     def _init_write_back_staging_buffers(self) -> None:

@@ -109,34 +109,3 @@ class CodedRows:
         """The place of the layer's bytes in a slot's."""
         parts = self.layers[layer]
         return slice(parts[0].start, parts[-1].start + parts[-1].size)
-
-
-_chosen = CodecPlan()
-_on_device = CodecPlan()
-_keeps_exact = True
-
-
-def use(plan: CodecPlan, on_device: CodecPlan = _on_device) -> None:
-    """Choose the codecs of the host pools that this process builds from now on, and those of
-    entries which the device keeps coded.
-    """
-    global _chosen, _on_device, _keeps_exact
-    _chosen, _on_device = plan, on_device
-    _keeps_exact = plan.exact and on_device.exact
-
-
-def chosen() -> CodecPlan:
-    """The codecs of host pools; exact until `use` says otherwise."""
-    return _chosen
-
-
-def on_device() -> CodecPlan:
-    """The codecs of entries that the device keeps coded, one for KV and one for states; exact where
-    it keeps none.
-    """
-    return _on_device
-
-
-def keeps_exact() -> bool:
-    """True if all that this process keeps, anywhere, is what was computed."""
-    return _keeps_exact

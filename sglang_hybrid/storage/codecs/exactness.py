@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sglang_hybrid.serving.requests.cache_fields import CacheFields
 from sglang_hybrid.serving.stored_keys import exact_key
-from sglang_hybrid.storage.codecs.coded_rows import keeps_exact
+from sglang_hybrid.storage.codecs.in_use import keeps_exact
 
 
 def apart_if_exact(extra_key: str | None, fields: CacheFields) -> str | None:

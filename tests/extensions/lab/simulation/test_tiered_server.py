@@ -117,7 +117,7 @@ def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool
     options = HybridConfig(hybrid_offload_watermark=1.0)
     cache: Any = build_tiered_cache(sizes, options, policy=writes, ratio=2.0)
     cache.speeds.speeds, cache.speeds.poll = SPEEDS, lambda: []
-    cache.tuning.switch(PolicySwitch(1, parse_spec(name), "a test"))
+    cache.parts.use_policy(PolicySwitch(1, parse_spec(name), "a test"))
     below = served_tiers(cache)
     assert below is not None
     assert below.speeds is SPEEDS
@@ -141,12 +141,13 @@ def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool
 def coded() -> Iterator[None]:
     """Copies below the device are bf16."""
     pytest.importorskip("sglang")
-    from sglang_hybrid.storage.codecs import coded_rows
+    from sglang_hybrid.storage.codecs import in_use
     from sglang_hybrid.storage.codecs.codecs import Codec
+    from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 
-    coded_rows.use(coded_rows.CodecPlan.uniform(Codec.BF16))
+    in_use.use(CodecPlan.uniform(Codec.BF16))
     yield
-    coded_rows.use(coded_rows.CodecPlan())
+    in_use.use(CodecPlan())
 
 
 @pytest.mark.usefixtures("coded")
@@ -179,7 +180,7 @@ def test_with_a_codec_the_simulator_hits_and_marks_what_the_server_does(
     assert below is not None
     assert not below.exact
     cache.speeds.speeds, cache.speeds.poll = SPEEDS, lambda: []
-    cache.tuning.switch(PolicySwitch(1, Spec("reuse"), "a test"))
+    cache.parts.use_policy(PolicySwitch(1, Spec("reuse"), "a test"))
     memory = sizes.budget if one_memory else POOLS
     ours = simulator("reuse", replace(below, speeds=SPEEDS), memory, cache.cost)
     server = MarkingServer(cache, sizes, 64)
@@ -217,7 +218,7 @@ def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
     with disk_server(tmp_path / "disk", sizes, options, ratio=1.5) as server:
         cache: Any = server.cache
         cache.speeds.speeds, cache.speeds.poll = SPEEDS, lambda: []
-        cache.tuning.switch(PolicySwitch(1, parse_spec(name), "a test"))
+        cache.parts.use_policy(PolicySwitch(1, parse_spec(name), "a test"))
         below = served_tiers(cache)
         assert below is not None
         assert below.disk > 0

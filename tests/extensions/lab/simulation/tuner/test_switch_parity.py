@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglang_hybrid.cache.tuning import Tuning
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.core.specs import PolicySwitch
 from sglang_hybrid.core.traffic.recorder import Finished, make_window
@@ -61,7 +62,7 @@ def server_hits(switches: dict[int, str], serving: Serving) -> tuple[list[int], 
     for number, request in enumerate(REQUESTS):
         if number in switches:
             spec = parse_spec(switches[number])
-            server.cache.tuning.switch(PolicySwitch(1, spec, "a test"))
+            server.cache.parts.use_policy(PolicySwitch(1, spec, "a test"))
         hits += server.play([request])
     server.check()
     return hits, server
@@ -100,9 +101,9 @@ def test_what_a_server_records_is_replayed_as_it_was(serving: Serving, name: str
     server, memory = server_of(serving)
     cache = server.cache
     spec = parse_spec(name)
-    cache.tuning.switch(PolicySwitch(1, spec, "a test"))
+    cache.parts.use_policy(PolicySwitch(1, spec, "a test"))
     tuner: Any = Tuner()
-    cache.tuning.tuner = tuner
+    cache.tuning = Tuning(cache, cache.parts, tuner)
     server.play(REQUESTS)
     assert {record.room for record in tuner.records} == {memory}
     seen = [record.hit_len for record in tuner.records]
