@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sglang_hybrid.core.programs import Parser, program, server_url, whole
+from sglang_hybrid.core.options import server_url, whole
+from sglang_hybrid.core.programs import Parser, program
 from sglang_hybrid.core.sentences import plain, say
 from sglang_hybrid.extensions.lab.measure import Measured, Server, fit, measure
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PrefillTime

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_hybrid.core.programs import Parser, program, whole
+from sglang_hybrid.core.options import whole
+from sglang_hybrid.core.programs import Parser, program
 from sglang_hybrid.core.sentences import say
 from sglang_hybrid.extensions.cpu.models import ARCHITECTURES, build_tiny_model
 from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE, MODELS, SCALES

@@ -17,7 +17,7 @@ import sglang as sgl
 from rich.console import Console
 from rich.table import Table
 
-from sglang_hybrid.core.programs import LAST_PORT, whole
+from sglang_hybrid.core.options import LAST_PORT, whole
 from sglang_hybrid.core.sentences import plain
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 

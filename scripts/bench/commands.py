@@ -25,7 +25,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from sglang_hybrid.core.programs import whole
+from sglang_hybrid.core.options import whole
 
 COMMANDS = {
     "ab": "ab",

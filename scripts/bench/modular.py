@@ -37,7 +37,7 @@ from scripts.train.documents import (
 from scripts.train.hybrids import TINY, Hybrid, Kind, Sizes
 from scripts.train.recall import BOTH, STATES, Answers, Reach, answer, prefill
 from scripts.train.segments import Apart, append, composed, encode
-from sglang_hybrid.core.programs import whole
+from sglang_hybrid.core.options import whole
 from sglang_hybrid.extensions.cpu.models import build_tiny_model
 from sglang_hybrid.extensions.cpu.models.lexicon import STEMS
 from sglang_hybrid.extensions.schemas.composition.losses import MOST_POINTS

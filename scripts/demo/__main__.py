@@ -33,7 +33,7 @@ from scripts.demo.picture import BROWSERS, browser, picture
 from scripts.demo.results import SYSTEMS, Row, Served, rows, summary, table
 from scripts.demo.traffic import Message, Step, plan
 from scripts.train.facts import Fact, collect
-from sglang_hybrid.core.programs import LAST_PORT, whole
+from sglang_hybrid.core.options import LAST_PORT, whole
 from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 from sglang_hybrid.serving.flag_values import TRAINED
 from sglang_hybrid.serving.preflight import check_port

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.multiprocessing.spawn import spawn
 
 from scripts.train.training import train
-from sglang_hybrid.core.programs import MOST_PROCESSES, number, whole
+from sglang_hybrid.core.options import MOST_PROCESSES, number, whole
 
 
 def main() -> None:

@@ -58,13 +58,14 @@ logger = logging.getLogger(__name__)
 class Parts:
     """The parts of one cache that decide, count and record.
 
-    in_force: the policy; at first, that of the flags. account: of one memory, None where KV and states
-    have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
-    None where states are taken where SGLang tracks them. serving: how the server runs, None there.
-    speeds: of prefills and transfers. full_hits: prompts that need no forward; None where all do.
-    learning: what is learnt outlives the server; None without tiers. coded: entries kept coded on
-    the device; None where none are. spilled: states in the place of KV; parked: KV in slots without
-    a state; None where pools lend each other nothing. step_clock: the time that all ranks agree on.
+    in_force: the policy; at first that of the flags. account: of one memory, None where KV and
+    states have a pool each. shadow_tree: None where SGLang's own order decides what is evicted.
+    planner: None where states are taken where SGLang tracks them. serving: how the server runs,
+    None there. speeds: of prefills and transfers. full_hits: prompts that need no forward; None
+    where all do. learning: what is learnt outlives the server; None without tiers. coded: entries
+    kept coded on the device; None where none are. spilled: states in the place of KV; parked: KV in
+    slots without a state; None where pools lend each other nothing. step_clock: the time that all
+    ranks agree on.
     """
 
     options: HybridConfig

@@ -62,9 +62,9 @@ class Tuning:
         self._ended = 0
 
     def watch_splits(self, setup: ServerSetup, server_args: Any = None) -> None:
-        """Compare splits of the memory from now on, which must be divided (`ServerSetup.divided`).
-        Needs planned checkpoints, which a replay knows, and a policy of ours. server_args: SGLang's;
-        the next start with these reads the best split. None: none does.
+        """Compare splits of the memory from now on, which must be `ServerSetup.divided`. Needs
+        planned checkpoints, which a replay knows, and a policy of ours. server_args: SGLang's; the
+        next start with these reads the best split. None: none does.
         """
         parts = self._parts
         if parts.serving is None or parts.shadow_tree is None:

@@ -23,7 +23,8 @@ import msgspec
 import requests
 
 from sglang_hybrid.core.named_files import read_json, read_text
-from sglang_hybrid.core.programs import Parser, program, read_by, server_url
+from sglang_hybrid.core.options import read_by, server_url
+from sglang_hybrid.core.programs import Parser, program
 from sglang_hybrid.core.sentences import say
 from sglang_hybrid.core.traffic.requests import MOST_TOKENS
 from sglang_hybrid.explain.miss_report import MissReport

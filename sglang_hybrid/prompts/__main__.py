@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.named_files import MOST_BYTES, FileError, read_bytes, read_json, read_text
-from sglang_hybrid.core.programs import Parser, program, whole
+from sglang_hybrid.core.options import whole
+from sglang_hybrid.core.programs import Parser, program
 from sglang_hybrid.core.sentences import say, shown
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.extensions.lab.simulation.traces.formats import FORMATS, read_trace

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.programs import MOST_PROCESSES, whole
+from sglang_hybrid.core.options import MOST_PROCESSES, whole
 from sglang_hybrid.core.records.pin import DEFAULT_SHARE, MOST_OF_ALL
 from sglang_hybrid.serving.flag_values import (
     DEFAULT_ALPHA,

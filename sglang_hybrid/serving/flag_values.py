@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, Final
 
 from sglang_hybrid.core.extensions import OFF
-from sglang_hybrid.core.programs import MOST_SECONDS, number, read_by, whole
+from sglang_hybrid.core.options import MOST_SECONDS, number, read_by, whole
 from sglang_hybrid.core.sentences import meant
 from sglang_hybrid.core.tiers.rates import parse_links
 

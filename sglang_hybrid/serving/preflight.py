@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sglang_hybrid.core.costs.cost import ENDLESS
 from sglang_hybrid.core.named_files import decode_json
-from sglang_hybrid.core.programs import LAST_PORT, MOST, MOST_PROCESSES
+from sglang_hybrid.core.options import LAST_PORT, MOST, MOST_PROCESSES
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.devices import is_ours
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED, flag_name

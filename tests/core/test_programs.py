@@ -11,18 +11,8 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.core.named_files import FileError
-from sglang_hybrid.core.programs import (
-    FAILED,
-    Parser,
-    UsageError,
-    host,
-    number,
-    port,
-    program,
-    read_by,
-    server_url,
-    whole,
-)
+from sglang_hybrid.core.options import host, number, port, read_by, server_url, whole
+from sglang_hybrid.core.programs import FAILED, Parser, UsageError, program
 from tests.hostile import NUMBERS
 
 

@@ -1,14 +1,14 @@
 """Hints that a client may give of a prompt and of its session: the fields of these hints, their
 bounds and their meaning.
 
-Requests are checked by this definition (`serving/requests/kv_hints.py`), the cache acts on what it
+Requests are checked by this definition (`serving/requests/payloads.py`), the cache acts on what it
 reads by it, and traces have hints of sessions as their text (`Hint.parse`).
 
     hybrid.checkpoint  the prefill leaves a checkpoint at each of its positions
     hybrid.pin         so it does, and each is used again within seconds (core/records/pin.py)
     hybrid.session     whether another request follows in the session, and when (`Hint`)
     hybrid.exact       only what comes from exact copies may be hit
-    hybrid.prewarm     the prompt is computed and nothing generated (`read_rate`)
+    hybrid.prewarm     the prompt is computed and nothing generated (serving/requests/payloads.py)
     hybrid.import      the prompt begins with modules of a schema (schemas/endpoints/actions.py)
     hybrid.segments    spans of the prompt are modules without a schema (schemas/endpoints/spans.py)
 
@@ -19,12 +19,11 @@ with one sentence that names the field, its value and what it may be.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar, Final
 
-from sglang_hybrid.core.records.pin import PinRequest, Priority
+from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.sentences import shown
 
 CHECKPOINT: Final = "hybrid.checkpoint"
@@ -35,32 +34,14 @@ IMPORT: Final = "hybrid.import"
 PREWARM: Final = "hybrid.prewarm"
 SEGMENTS: Final = "hybrid.segments"
 
-FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
-    CHECKPOINT: ("positions",),
-    PIN: ("positions", "ttl", "priority"),
-    PREWARM: ("tokens_per_second",),
-    SEGMENTS: ("segments",),
-    SESSION: ("next", "seconds"),
-    EXACT: (),
-}
-"""The fields that the payload of an action may have; those of a schema are in
-extensions/schemas/endpoints/chat.py.
-"""
-
 MOST_POSITIONS: Final = 16
 """Positions that one request may declare. Each takes a state slot, if need be another state's."""
-
-MOST_LIFETIME: Final = 86_400
-"""Seconds that a pin may last: a day."""
 
 LEAST_SECONDS: Final = 0.125
 """Shorter waits until a session returns are taken to be so long."""
 
 MOST_SECONDS: Final = 604_800
 """Until a session returns: a week."""
-
-MOST_RATE: Final = 10**9
-"""Tokens per second at which a prompt may be computed while others run."""
 
 _TIMED: Final = re.compile(r"return *; *seconds *= *(?P<seconds>[0-9]+(\.[0-9]+)?)\Z")
 
@@ -104,31 +85,9 @@ class Hint:
         """
         if timed := _TIMED.match(text.strip()):
             return cls.after(float(timed["seconds"]))
-        if text not in _UNTIMED:
+        if text not in UNTIMED:
             raise ValueError("it is neither 'end' nor 'return' nor 'return; seconds=N'")
-        return _UNTIMED[text]
-
-    @classmethod
-    def from_payload(cls, payload: Mapping[str, Any]) -> Hint:
-        """The hint that the payload of `hybrid.session` gives. Raises ValueError."""
-        check_fields(SESSION, payload)
-        follows, seconds = payload.get("next"), payload.get("seconds")
-        if not isinstance(follows, str) or follows not in _UNTIMED:
-            raise ValueError(
-                f"the payload of {SESSION} says {shown(follows)} of the session; say 'end' or "
-                "'return'."
-            )
-        if seconds is None:
-            return _UNTIMED[follows]
-        if follows == Next.ENDS.value or type(seconds) not in (int, float):
-            raise ValueError(
-                f"seconds in the payload of {SESSION} is {shown(seconds)}; it is a number, and "
-                "only for a session that returns."
-            )
-        try:
-            return cls.after(seconds)
-        except ValueError as error:
-            raise ValueError(f"the payload of {SESSION}: {error}.") from None
+        return UNTIMED[text]
 
     def payload(self) -> dict[str, Any]:
         """The payload of `hybrid.session` that says it."""
@@ -148,7 +107,7 @@ class Hint:
 
 Hint.ENDS = Hint(Next.ENDS)
 Hint.RETURNS = Hint(Next.RETURNS)
-_UNTIMED: Final = {"end": Hint.ENDS, "return": Hint.RETURNS}
+UNTIMED: Final = {"end": Hint.ENDS, "return": Hint.RETURNS}
 
 
 @dataclass(frozen=True)
@@ -197,65 +156,3 @@ class PromptHints:
 
 NO_HINTS: Final = PromptHints()
 """The hints of a request that says nothing."""
-
-
-def check_fields(kind: str, payload: Mapping[str, Any]) -> None:
-    """The payload of an action of this kind has none but its fields. Raises ValueError."""
-    fields = FIELDS[kind]
-    unknown = payload.keys() - {*fields}
-    if unknown:
-        raise ValueError(
-            f"the payload of {kind} has the field {shown(min(unknown))}; "
-            f"{'it has only ' + ', '.join(fields) if fields else 'it has none'}."
-        )
-
-
-def read_positions(kind: str, payload: Mapping[str, Any], prompt_len: float) -> list[int]:
-    """The positions in the payload of an action of this kind, which lie within a prompt of
-    `prompt_len` tokens and before its last one. Raises ValueError.
-    """
-    positions = payload.get("positions")
-    if not isinstance(positions, list) or not positions:
-        raise ValueError(
-            f"positions of {kind} is {shown(positions)}; it must be a list of one position "
-            "at least."
-        )
-    for at, position in enumerate(positions):
-        if type(position) is not int or not 0 < position < prompt_len:
-            raise ValueError(
-                f"positions[{at}] of {kind} is {shown(position)}; in a prompt of "
-                f"{prompt_len:,} tokens a position is a whole number from 1 to {prompt_len - 1:,}."
-            )
-    return positions
-
-
-def read_lifetime(where: str, ttl: Any) -> float:
-    """The seconds of a pin; `where` names the field. Raises ValueError."""
-    if type(ttl) not in (int, float) or not 0 < ttl <= MOST_LIFETIME:
-        raise ValueError(
-            f"{where} is {shown(ttl)}; it is a number of seconds, above 0 and at most "
-            f"{MOST_LIFETIME:,}."
-        )
-    return float(ttl)
-
-
-def read_priority(where: str, priority: Any) -> Priority:
-    """The priority of a pin; `where` names the field. Raises ValueError."""
-    known = [each.value for each in Priority]
-    if priority not in known:
-        raise ValueError(f"{where} is {shown(priority)}; it may be {', '.join(map(repr, known))}.")
-    return Priority(priority)
-
-
-def read_rate(payload: Mapping[str, Any]) -> float | None:
-    """Tokens per second at which a payload of `hybrid.prewarm` lets a prompt be computed while
-    others run; None: only while none does. Raises ValueError.
-    """
-    check_fields(PREWARM, payload)
-    rate = payload.get("tokens_per_second")
-    if rate is not None and (type(rate) not in (int, float) or not 0 < rate <= MOST_RATE):
-        raise ValueError(
-            f"tokens_per_second of {PREWARM} is {shown(rate)}; it is a number above 0 and at most "
-            f"{MOST_RATE:,}, or null."
-        )
-    return rate

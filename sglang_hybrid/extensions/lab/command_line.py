@@ -12,16 +12,8 @@ from rich.console import Console
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.named_files import read_json
-from sglang_hybrid.core.programs import (
-    MOST_PROCESSES,
-    MOST_SECONDS,
-    Parser,
-    UsageError,
-    number,
-    port,
-    read_by,
-    whole,
-)
+from sglang_hybrid.core.options import MOST_PROCESSES, MOST_SECONDS, number, port, read_by, whole
+from sglang_hybrid.core.programs import Parser, UsageError
 from sglang_hybrid.core.sentences import plain, shown
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.specs import Spec

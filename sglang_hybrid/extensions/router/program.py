@@ -18,15 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hybrid.core.programs import (
-    FAILED,
-    Parser,
-    host,
-    port,
-    program,
-    server_url,
-    whole,
-)
+from sglang_hybrid.core.options import host, port, server_url, whole
+from sglang_hybrid.core.programs import FAILED, Parser, program
 from sglang_hybrid.core.sentences import plain, say
 from sglang_hybrid.extensions.router import Replicas
 from sglang_hybrid.serving.requests.secrets import read_key

@@ -25,13 +25,16 @@ from sglang_hybrid.core.returns.hints import (
     SESSION,
     Hint,
     PromptHints,
+)
+from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.serving.headers import value
+from sglang_hybrid.serving.requests.payloads import (
     check_fields,
     read_lifetime,
     read_positions,
     read_priority,
+    read_session,
 )
-from sglang_hybrid.core.sentences import shown
-from sglang_hybrid.serving.headers import value
 
 if TYPE_CHECKING:
     from sglang.srt.managers.kv_hints import KvHintsEnvelope
@@ -73,7 +76,7 @@ def read(envelope: KvHintsEnvelope | None, prompt_len: float = math.inf) -> Prom
             continue
         _check_kind(action)
         if kind == SESSION:
-            session = Hint.from_payload(payload)
+            session = read_session(payload)
             continue
         check_fields(kind, payload)
         if kind == EXACT:

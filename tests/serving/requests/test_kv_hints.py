@@ -9,8 +9,9 @@ import pytest
 from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
 from sglang_hybrid.core.records.pin import PinRequest, Priority
-from sglang_hybrid.core.returns.hints import IMPORT, PREWARM, Hint, PromptHints, read_rate
+from sglang_hybrid.core.returns.hints import IMPORT, PREWARM, Hint, PromptHints
 from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.payloads import read_rate
 
 
 def envelope(*actions: dict[str, Any]) -> Any:

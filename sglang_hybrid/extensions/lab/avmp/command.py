@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from sglang_hybrid.core.programs import MOST_PROCESSES, Parser, whole
+from sglang_hybrid.core.options import MOST_PROCESSES, whole
+from sglang_hybrid.core.programs import Parser
 from sglang_hybrid.extensions.lab.avmp.compare import (
     ALLOCATORS,
     QueueResult,

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from sglang_hybrid.chats.fields import PromptSchema
-from sglang_hybrid.core.returns.hints import IMPORT, PREWARM, read_rate
+from sglang_hybrid.core.returns.hints import IMPORT, PREWARM
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.explain.prompt_route import is_asked_only
 from sglang_hybrid.extensions.schemas.endpoints.chat import prompt_of
 from sglang_hybrid.extensions.schemas.endpoints.prewarm import gone_from, turns_of
 from sglang_hybrid.serving.requests.fields import check_single
 from sglang_hybrid.serving.requests.kv_hints import take
+from sglang_hybrid.serving.requests.payloads import read_rate
 from sglang_hybrid.serving.tenants import tenant_of_prompt
 
 if TYPE_CHECKING:

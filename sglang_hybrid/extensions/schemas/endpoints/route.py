@@ -15,7 +15,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.core.records.pin import Priority
-from sglang_hybrid.core.returns import hints
+from sglang_hybrid.core.returns.hints import IMPORT
 from sglang_hybrid.extensions.schemas.declared.registry import NoSchema, Registry
 from sglang_hybrid.extensions.schemas.declared.resolve import read_prompt
 from sglang_hybrid.extensions.schemas.declared.xml import MOST_BYTES, MarkupError
@@ -27,6 +27,7 @@ from sglang_hybrid.extensions.schemas.endpoints.server_registry import registry_
 from sglang_hybrid.extensions.schemas.endpoints.spans import ask_spans
 from sglang_hybrid.extensions.schemas.linter.lint import lint
 from sglang_hybrid.serving.http_tenants import put_tenant
+from sglang_hybrid.serving.requests import payloads
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.fields import check_single
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
@@ -224,14 +225,14 @@ def _checked(asked: Prewarm) -> tuple[float | None, tuple[float, Priority] | Non
         raise ValueError(
             f"budget_mb is {budget}; it must be above 0 and at most {MOST_MEGABYTES:,}."
         )
-    if rate is not None and not 0 < rate <= hints.MOST_RATE:
+    if rate is not None and not 0 < rate <= payloads.MOST_RATE:
         raise ValueError(
-            f"tokens_per_second is {rate}; it must be above 0 and at most {hints.MOST_RATE:,}."
+            f"tokens_per_second is {rate}; it must be above 0 and at most {payloads.MOST_RATE:,}."
         )
     if asked.ttl is None:
         return rate, None
-    priority = hints.read_priority("priority", asked.priority)
-    return rate, (hints.read_lifetime("ttl", asked.ttl), priority)
+    priority = payloads.read_priority("priority", asked.priority)
+    return rate, (payloads.read_lifetime("ttl", asked.ttl), priority)
 
 
 @router.post("/{name}/lint")
@@ -262,10 +263,10 @@ async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     if await ask_spans(manager, request):
         return
     pml = getattr(request, "pml", None)
-    by = "pml" if pml is not None else hints.IMPORT
+    by = "pml" if pml is not None else IMPORT
     imported = imported_prompt(request)
     if pml is not None and imported is not None:
-        raise ValueError(f"the request has pml and {hints.IMPORT}; give one of them.")
+        raise ValueError(f"the request has pml and {IMPORT}; give one of them.")
     asked = imported if pml is None else pml
     if asked is None:
         return

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang_hybrid.core.extensions import guard
-from sglang_hybrid.core.returns.hints import MOST_POSITIONS, SEGMENTS, check_fields
+from sglang_hybrid.core.returns.hints import MOST_POSITIONS, SEGMENTS
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.extensions.schemas.declared.modular import ModularPrompt, Segment
 from sglang_hybrid.extensions.schemas.declared.registry import modular_answer
@@ -26,6 +26,7 @@ from sglang_hybrid.extensions.schemas.endpoints.server_registry import registry_
 from sglang_hybrid.serving.requests.fields import check_single
 from sglang_hybrid.serving.requests.kv_hints import take
 from sglang_hybrid.serving.requests.long_requests import in_thread_if_long
+from sglang_hybrid.serving.requests.payloads import check_fields
 from sglang_hybrid.serving.stored_keys import check_key
 
 if TYPE_CHECKING:
