@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_disagg
 
-from sglang_hybrid.cache.memory.shared import SharedBudget, shared_memory
+from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.queue.adder import ScheduledPrefillAdder
 from sglang_hybrid.cache.state_slots.slots import free_slots, send_back
 from sglang_hybrid.core.costs.cost import ENDLESS
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
+    from sglang_hybrid.cache.memory.shared_budget import SharedBudget
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
@@ -58,10 +59,13 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         self, *args: Any, waiting_queue: list[Req], coming: Sequence[Req] = (), **kwargs: Any
     ) -> None:
         super().__init__(*args, waiting_queue=waiting_queue, **kwargs)
+        self._shared: SharedBudget | None = None
         memory = shared_memory(self.token_to_kv_pool_allocator)
         if memory is not None and self.tree_cache.supports_mamba():
-            sglangs: PrefillBudget = self.memory_budget
-            self.memory_budget: PrefillBudget = SharedBudget(memory, sglangs)
+            from sglang_hybrid.cache.memory.shared_budget import SharedBudget
+
+            self._shared = SharedBudget(memory, self.memory_budget)
+            self.memory_budget: PrefillBudget = self._shared
             self._mamba_slot_cost, self.rem_mamba_slots = 0, None  # SGLang's, for its own pool
         self._promised = 0  # slots of requests already in this batch
         running = [] if self.running_batch is None else self.running_batch.reqs
@@ -110,8 +114,8 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
 
     def _slots_fit(self, req: Req, needed: int) -> bool:
         """True if `needed` slots of its own are free or evictable, beside those promised."""
-        if isinstance(self.memory_budget, SharedBudget):
-            return self.memory_budget.slots_fit(needed + self._source(req), req.prefix_len)
+        if self._shared is not None:
+            return self._shared.slots_fit(needed + self._source(req), req.prefix_len)
         free = free_slots(self.tree_cache.req_to_token_pool.mamba_allocator)
         free += self.tree_cache.mamba_evictable_size()
         return bool(self._promised + needed <= free - self._source(req))
@@ -121,10 +125,10 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         memory, take their bytes off the room for tokens, too. A negative number gives them back.
         """
         self._promised += slots
-        if isinstance(self.memory_budget, SharedBudget):
-            tokens = self.memory_budget.slots_as_tokens(slots)
-            self.memory_budget.total_offset += tokens
-            self.memory_budget.current_offset += tokens
+        if self._shared is not None:
+            tokens = self._shared.slots_as_tokens(slots)
+            self._shared.total_offset += tokens
+            self._shared.current_offset += tokens
 
     def add_chunked_req(self, req: Req) -> Req | None:
         if self._full_hits is not None:

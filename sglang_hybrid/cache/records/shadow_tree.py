@@ -21,13 +21,14 @@ from sglang_hybrid.core.records.nodes import Clock, Kind, Node
 from sglang_hybrid.core.records.pins import Pins
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import HistoryMatch
-from sglang_hybrid.core.victims.coding import Codable
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.core.victims.pool import Pool, Scarce
 from sglang_hybrid.serving.stored_keys import is_exact_part
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+    from sglang_hybrid.core.victims.coding import Codable
 
 
 class ShadowTree:

@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.nodes import Clock, Node, absorbs
-from sglang_hybrid.core.victims.coding import INEXACT, Codable, codable
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.core.victims.table import Table
+
+if TYPE_CHECKING:
+    from sglang_hybrid.core.victims.coding import Codable
 
 
 class Scarce(Enum):
@@ -184,6 +186,8 @@ class Pool:
         """The cheaper of two: coding the cheapest entry that can be, or evicting one that is coded
         already. Their scores compare where they say how likely a position comes back.
         """
+        from sglang_hybrid.core.victims.coding import INEXACT
+
         first, other = (
             table.lowest(self.policy.scores(table, self.clock))
             for table in (self._candidates, self._coded)
@@ -250,6 +254,8 @@ class Pool:
         """
         if not self.cost.coded or not (node.has_state or node.children):
             return None
+        from sglang_hybrid.core.victims.coding import codable
+
         kv, state = self.scarce is not Scarce.STATES, self.scarce is not Scarce.KV
         return codable(node, self.cost, kv=kv, state=state)
 

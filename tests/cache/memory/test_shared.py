@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
-from sglang_hybrid.cache.memory.shared import SharedBudget, shared_memory  # noqa: E402
+from sglang_hybrid.cache.memory.shared import shared_memory  # noqa: E402
+from sglang_hybrid.cache.memory.shared_budget import SharedBudget  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
 
