@@ -111,13 +111,19 @@ def _asking(send: Send) -> Send:
 OURS = "/hybrid_cache"
 """The path of our routes. They tell what the cache holds and what prompts are."""
 
+SCHEMAS = "/v1/prompt_schemas"
+"""The path of the routes that store prompts and tell which there are. Clients know the server there
+by any name.
+"""
+
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
 
 
 class SameOrigin:
     """ASGI middleware: a route at or below /hybrid_cache, whoever added it, answers only requests
-    that name this server in `Host` and were not made by a web page of another origin. Remembers
-    what `asked_route` tells of any request.
+    that name this server in `Host` and were not made by a web page of another origin; one at or
+    below /v1/prompt_schemas any that such a page did not make. Remembers what `asked_route` tells
+    of any request.
 
     SGLang allows pages of all origins to read every answer (CORS), which this middleware is put in
     front of. A page whose own name was made to resolve to this server's address (DNS rebinding) is
@@ -140,21 +146,28 @@ def _why_refused(scope: Scope) -> str | None:
     """The sentence for a request that gets no answer; None for any other."""
     if scope["type"] not in ("http", "websocket"):
         return None
-    path = get_route_path(scope)
-    if path != OURS and not path.startswith(OURS + "/"):
+    is_ours = _is_within(scope, OURS)
+    if not is_ours and not _is_within(scope, SCHEMAS):
         return None
     headers = Headers(scope=scope)
     hosts = headers.getlist("host")
-    if not hosts or not all(map(_is_own, hosts)):
+    if is_ours and not (hosts and all(map(_is_own, hosts))):
         named = ", ".join(hosts) or "no host"
         return (
             f"the request names {named[:80]!r} as its host, by which this server is not known; "
             "start it with --hybrid-hosts NAME, or use its address."
         )
     same_site = headers.get("sec-fetch-site", "none") in ("none", "same-origin")
-    if not same_site or any(_host_of(origin) != hosts[0] for origin in headers.getlist("origin")):
+    origins = headers.getlist("origin")
+    if not same_site or any(_host_of(origin) not in hosts[:1] for origin in origins):
         return "pages of other hosts get nothing from this one."
     return None
+
+
+def _is_within(scope: Scope, path: str) -> bool:
+    """True for a request at `path` or below it."""
+    asked = get_route_path(scope)
+    return asked == path or asked.startswith(path + "/")
 
 
 def _host_of(origin: str) -> str | None:

@@ -76,7 +76,7 @@ def test_whatever_is_below_is_guarded(path: str) -> None:
     assert status(path, ("host", OWN)) == "let in"
 
 
-@pytest.mark.parametrize("path", ["/generate", "/hybrid_cached", "/v1/prompt_schemas"])
+@pytest.mark.parametrize("path", ["/generate", "/hybrid_cached", "/v1/prompt_schemas_of"])
 def test_other_routes_are_as_sglang_has_them(path: str) -> None:
     foreign = [("host", "a.example"), ("origin", "http://b.example")]
     assert status(path, *foreign) == "let in"
@@ -102,8 +102,18 @@ def test_other_routes_are_as_sglang_has_them(path: str) -> None:
 def test_pages_of_other_origins_get_nothing(name: str, value: str, is_own: bool) -> None:
     """Nor does what a browser asks before (OPTIONS)."""
     for method in ("GET", "POST", "OPTIONS"):
-        answer = status(EXPLAIN, ("host", OWN), (name, value), method=method)
-        assert answer == ("let in" if is_own else 403)
+        for path in (EXPLAIN, "/v1/prompt_schemas", "/v1/prompt_schemas/name"):
+            answer = status(path, ("host", OWN), (name, value), method=method)
+            assert answer == ("let in" if is_own else 403)
+
+
+def test_schemas_are_asked_for_by_any_name_of_the_server() -> None:
+    """Clients that are no browsers send no origin, and pages of the server itself send its own."""
+    assert status("/v1/prompt_schemas", ("host", "gpu.example")) == "let in"
+    assert status("/v1/prompt_schemas") == "let in"
+    own = ("origin", "https://gpu.example")
+    assert status("/v1/prompt_schemas", ("host", "gpu.example"), own) == "let in"
+    assert status("/v1/prompt_schemas", own) == 403
 
 
 def test_the_route_that_was_asked_is_what_the_application_calls_it() -> None:
