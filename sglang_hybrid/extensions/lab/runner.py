@@ -188,9 +188,10 @@ class Runner:
 
     def _run(self, job: Job, spec: Spec, count_request: Callable[[], None]) -> Result:
         requests = self.traces[job.trace]
+        cost = coded_in(job.cost, job.device_codec)
         setting = Setting(
-            coded_in(job.cost, job.device_codec),
-            left_of(job.budget, job.device_codec),
+            cost,
+            left_of(job.budget, job.device_codec, cost, job.serving),
             requests,
             job.min_branch_tokens,
             job.serving,

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.server_settings import Serving
+from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.victims.eviction import Lru
 from sglang_hybrid.extensions.lab.program import main
@@ -25,10 +25,12 @@ from sglang_hybrid.extensions.lab.reports.figures import cached_bytes, flop_effi
 from sglang_hybrid.extensions.lab.reports.report import MARK, leads
 from sglang_hybrid.extensions.lab.reports.study import Study, paper_model
 from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
+from sglang_hybrid.extensions.lab.simulation.device_codec import coded_in, left_of
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER
 from sglang_hybrid.extensions.lab.simulation.simulator import Simulator, hit_rate
 from sglang_hybrid.extensions.lab.simulation.sizes import parse_bytes
 from sglang_hybrid.extensions.lab.simulation.system_names import ALPHAS, ORACLES
+from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import CopyCodec
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace, recognise
 from sglang_hybrid.extensions.lab.simulation.traces.generators import generate, traffic
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
@@ -130,6 +132,19 @@ def test_entries_that_are_kept_coded(capsys: pytest.CaptureFixture[str]) -> None
     assert int(str(coded["hit_tokens"])) > int(str(exact["hit_tokens"]))
     assert main([*CHAT, "--cache", "500MB", "--device-codec", "int8"]) == 2
     assert "--device-codec is for --rules served only" in capsys.readouterr().err
+
+
+def test_what_lies_beside_coded_entries_is_taken_off_each_pool() -> None:
+    """Scales lie beside KV, scales and windows beside states; one memory has room for both."""
+    cost = coded_in(COST, CopyCodec.INT8)
+    two, one = Serving(), Serving(one_memory=True)
+    pools = left_of(Split(10_000, 100), CopyCodec.INT8, cost, two)
+    assert pools == Split(9_840, 95)
+    assert left_of(10**9, CopyCodec.INT8, cost, one) == 934_000_000
+    divided, whole = left_of(10**9, CopyCodec.INT8, cost, two), Split.of(10**9, cost)
+    assert isinstance(divided, Split)
+    assert divided == Split(int(whole.kv_tokens * 0.984), int(whole.slots * 0.95))
+    assert left_of(10**9, CopyCodec.EXACT, COST, two) == 10**9
 
 
 def test_workers_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:

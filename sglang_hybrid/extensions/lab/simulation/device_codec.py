@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.server_settings import Budget, Split
+from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import KV_VALUE_BYTES, CopyCodec
 
-BESIDE = 0.05
-"""Share of the memory for scales and windows of convolutions, which lie beside the pools. With rows
-of 128 numbers scales take 1.6 percent, and windows 2 to 5 percent of what states take; in one
-memory there is room for all of it as KV and all of it as states."""
+BESIDE_KV = 0.016
+"""Share of KV's memory for scales, which lie beside it: 2 bytes for 128 numbers, twice."""
+
+BESIDE_STATES = 0.05
+"""Share of states' memory for scales, and for windows of convolutions, which take 2 to 5 percent.
+One memory has room for all of it as KV and all of it as states."""
 
 NUMBER_BYTES = {CopyCodec.BF16: 2, CopyCodec.INT8: 1}
 
@@ -26,10 +28,12 @@ def coded_in(cost: CostModel, codec: CopyCodec) -> CostModel:
     return replace(cost, coded=(-(-cost.kv_bytes_per_token // kv), -(-cost.state_bytes // state)))
 
 
-def left_of(budget: Budget, codec: CopyCodec) -> Budget:
-    """The part of `budget` that is left for the pools."""
+def left_of(budget: Budget, codec: CopyCodec, cost: CostModel, serving: Serving | None) -> Budget:
+    """The part of `budget` that is left for the pools. cost: with coded sizes (`coded_in`)."""
     if codec is CopyCodec.EXACT or budget is None:
         return budget
-    if isinstance(budget, Split):
-        return Split(int(budget.kv_tokens * (1 - BESIDE)), int(budget.slots * (1 - BESIDE)))
-    return int(budget * (1 - BESIDE))
+    if not isinstance(budget, Split) and (serving is None or serving.one_memory):
+        return int(budget * (1 - BESIDE_KV - BESIDE_STATES))
+    pools = budget if isinstance(budget, Split) else Split.of(budget, cost)
+    tokens, slots = pools.kv_tokens * (1 - BESIDE_KV), pools.slots * (1 - BESIDE_STATES)
+    return Split(int(tokens), int(slots))
