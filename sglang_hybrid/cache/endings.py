@@ -57,7 +57,6 @@ class Endings:
             return
         tokens = np.asarray(req.full_untruncated_fill_ids)[:up_to]  # no copy
         history_match = cache.plans.history_match(req)
-        next_branch = 0 if history_match is None else history_match.next_branch
         if session is not None and not closed:
             self._remember(session, tokens.copy(), tenant_of(req))
         self._shadow_tree.on_request_end(
@@ -65,10 +64,11 @@ class Endings:
             len(req.origin_input_ids),
             cache.tree_core.node_by_id(req.last_node),
             cache.tree_core.root_node,
-            (*starts[-1:], reply_start, next_branch, cache.plans.answer_state(req)),
+            (reply_start, cache.plans.answer_state(req)),
             tenant_of(req),
             history_match,
             hint,
+            starts,
         )
         if self._learning is not None:
             self._learning.on_request_end()

@@ -95,7 +95,7 @@ class Planner:
             hit_len,
             kv_len,
             known_branch=0 if history_match is None else history_match.branch,
-            next_branch=0 if history_match is None else history_match.next_branch,
+            next_branch=0 if history_match is None else history_match.next_branch(message_starts),
             shared=shared,
             message_starts=message_starts,
             reply_start=reply_start,

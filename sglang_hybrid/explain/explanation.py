@@ -137,13 +137,14 @@ class Explanation:
         cache = self._cache
         if not cache.plans_checkpoints:
             return []
+        message_starts = cache.message_boundaries.message_starts(prompt)
         prefill = Prefill(
             len(prompt),
             hit,
             kv,
             known_branch=0 if history_match is None else history_match.branch,
-            next_branch=0 if history_match is None else history_match.next_branch,
-            message_starts=cache.message_boundaries.message_starts(prompt),
+            next_branch=0 if history_match is None else history_match.next_branch(message_starts),
+            message_starts=message_starts,
             reply_start=cache.message_boundaries.reply_start(prompt),
             page_size=cache.page_size,
         )

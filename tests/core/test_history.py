@@ -76,7 +76,7 @@ def test_the_next_prompt_is_expected_to_leave_where_a_part_that_moves_begins(
     earlier: str, prompt: str, expected: int
 ) -> None:
     history = observed([*earlier.encode()])
-    assert history.match([*prompt.encode()]).next_branch == expected
+    assert history.match([*prompt.encode()]).next_branch([]) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,46 @@ def test_how_much_of_an_answer_is_lost(prompt: str, expected: int) -> None:
 
 def test_of_several_sequences_the_newest_tells_what_moves() -> None:
     history = observed(*([*text.encode()] for text in ("sys.older part", "sys.newer part")))
-    assert history.match([*b"sys.turn.newer part"]).next_branch == len("sys.turn.")
-    assert history.match([*b"sys.turn.older part"]).next_branch == 0
+    assert history.match([*b"sys.turn.newer part"]).next_branch([]) == len("sys.turn.")
+    assert history.match([*b"sys.turn.older part"]).next_branch([]) == 0
+
+
+LONG, CUT = 40, 4
+
+
+def masked(turn: int, shown: int = 2) -> tuple[list[int], list[int]]:
+    """The prompt of a client that shows only the last results of its tools whole, and the starts of
+    its messages: `turn` results, each behind a message of three tokens.
+    """
+    prompt, starts = [*range(1, 11)], [0]
+    for number in range(turn):
+        starts.append(len(prompt))
+        prompt += [20_000 + number, 1, 2]
+        starts.append(len(prompt))
+        kept = LONG if number >= turn - shown else CUT
+        prompt += [7, *(1_000 * (number + 1) + place * (kept == LONG) for place in range(kept))]
+    return prompt, starts
+
+
+def test_old_messages_that_change_one_after_the_other_are_expected_to_go_on() -> None:
+    """A client leaves out a result of a tool with each turn, as far from the end as the one before:
+    from the second time on it is known where the next prompt leaves.
+    """
+    history, clock = History(), Clock()
+    for turn in range(1, 9):
+        prompt, starts = masked(turn)
+        following, _ = masked(turn + 1)
+        differ = (at for at in range(len(prompt)) if prompt[at] != following[at])
+        leaves = next(differ, len(prompt))
+        match = history.match(prompt)
+        message = max(start for start in starts if start <= leaves)
+        assert match.next_branch(starts) == (message if turn >= 4 else 0), turn
+        clock.advance(None)
+        path = history.observe([*prompt, 5], len(prompt), clock, message_starts=starts)
+        assert turn < 4 or path.at(message) is not None
+    other, starts = masked(9, shown=5)  # as far from the end no more
+    assert history.match(other).next_branch(starts) == 0
+    assert history.match(masked(9)[0]).next_branch([]) == 0, "its messages are not known"
 
 
 def all_nodes(history: History, tenant: str | None = None) -> list[HistoryNode]:

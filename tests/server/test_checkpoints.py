@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import openai
@@ -245,6 +246,32 @@ def test_a_chat_whose_thoughts_are_left_out_is_cached_up_to_its_reply(url: str) 
     _, hit = usage(document, *later, thought)
     assert cold == 0
     assert hit == begins < first
+
+
+def test_old_results_that_are_left_out_one_by_one_are_cached_up_to_there(url: str) -> None:
+    """A client shows the last three results of its tools only: from the third prompt that left one
+    out on, all that it shares with the one before is hit but for a message's first tokens.
+    """
+    system = {"role": "system", "content": "Answer in one word. " * 30}
+    whole = [" ".join(f"{n} times {turn} is {n * turn}." for n in range(20)) for turn in range(9)]
+    reply = {"role": "assistant", "content": "It is so, as far as anybody can tell. " * 5}
+
+    def prompt_and_hit(turn: int) -> tuple[list[int], int]:
+        messages = [system]
+        for at, result in enumerate(whole[: turn + 1]):
+            shown = result if at > turn - 3 else "(left out)"
+            messages += [{"role": "user", "content": f"Result: {shown}"}, reply]
+        body = {"model": "default", "messages": messages[:-1]}
+        tokens = requests.post(url + "/v1/tokenize", json=body).json()["tokens"]
+        more = {"max_tokens": 1, "temperature": 0}
+        usage = requests.post(url + "/v1/chat/completions", json=body | more).json()["usage"]
+        return tokens, usage["prompt_tokens_details"]["cached_tokens"]
+
+    asked = [prompt_and_hit(turn) for turn in range(len(whole))]
+    for (before, _), (prompt, hit) in pairwise(asked[4:]):
+        both = enumerate(zip(before, prompt, strict=False))
+        shared = next(at for at, (old, new) in both if old != new)
+        assert shared - 20 < hit <= shared
 
 
 @pytest.mark.parametrize("end", ["length", "stop token", "abort"])

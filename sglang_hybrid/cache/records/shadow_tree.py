@@ -191,16 +191,17 @@ class ShadowTree:
         tenant: Hashable = None,
         history_match: HistoryMatch | None = None,
         hint: Hint | None = None,
+        message_starts: Sequence[int] = (),
     ) -> None:
         """A request of `tenant` ended, and the history learns its sequence. node: the deepest one
-        on its path in the tree. boundaries: see `History.observe`. history_match: what its prompt
-        had in common with the history, if that was looked up. hint: what the client said of its
-        session.
+        on its path in the tree. boundaries, message_starts: see `History.observe`. history_match:
+        what its prompt had in common with the history, if that was looked up. hint: what the client
+        said of its session.
         """
         if self.history is None:
             return
         history_path = self.history.observe(
-            tokens, input_len, self.clock, boundaries, history_match, tenant, hint
+            tokens, input_len, self.clock, boundaries, history_match, tenant, hint, message_starts
         )
         while node is not root:
             record = self._records[node.id]

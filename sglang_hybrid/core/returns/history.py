@@ -14,6 +14,7 @@ the payer that holds most (`core/records/shares.py`) forgets its oldest leaves.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -76,9 +77,9 @@ class HistoryMatch:
     checkpoint would serve the next prompt of this kind; 0 if there is none. It is the end of the
     known part, or a history node just above it. path: the history nodes on the prompt's path.
     reused: the deepest of them that could have been a checkpoint and that the prompt continues.
-    next_branch: position where the next prompt is expected to leave this one; 0 if that is not
-    known. A client that inserts text in front of a part that stays (a note some messages above the
-    end, what follows a list of tools) does so again: it is where that part begins in this prompt.
+    moved_part: position where a part begins that stood elsewhere in the prompt before, which this
+    one leaves there; 0 if there is none. left: the end of that prompt and its answer in the
+    history; None if this one leaves none.
     answer_lost: how many tokens before the end of the last answer the prompt leaves it, as where a
     client shortens answers; 0 if it has all of the answer, or nothing.
 
@@ -90,7 +91,8 @@ class HistoryMatch:
     branch: int
     path: HistoryPath
     reused: HistoryNode | None
-    next_branch: int
+    moved_part: int
+    left: HistoryNode | None
     answer_lost: int
     version: int
     fingerprints: bytes
@@ -102,6 +104,29 @@ class HistoryMatch:
         """
         end = self.reused
         return end is not None and end.depth == self.branch and not end.children
+
+    def next_branch(self, message_starts: Sequence[int]) -> int:
+        """The position where the next prompt is expected to leave this one; 0 if that is not known.
+
+        A client that changes an old message with each turn (results of tools that are left out
+        beyond the last few) changes the next one next: it is where the message begins that is as
+        far from the end, if this prompt left the one before as far from its end as that one left
+        the one before. One that inserts text in front of a part that stays (a note some messages
+        above the end, what follows a list of tools) does so again: it is where that part begins.
+        """
+        behind = self.messages_left(message_starts)
+        before = 0 if self.left is None else self.left.messages_left
+        repeats = 0 < behind == before and behind <= len(message_starts)
+        return message_starts[-behind] if repeats else self.moved_part
+
+    def messages_left(self, message_starts: Sequence[int]) -> int:
+        """Messages of the prompt that this one leaves, from the one inside which it leaves it on; 0
+        if it leaves none, or their number is not known. message_starts: of this prompt, ascending.
+        """
+        if self.left is None or not self.left.messages:
+            return 0
+        shared = bisect_right(message_starts, self.known_len)
+        return max(0, self.left.messages - max(0, shared - 1))
 
     def is_of(self, tokens: int) -> bool:
         """True if this is the match of a prompt of `tokens` tokens."""
@@ -206,14 +231,16 @@ class History:
         history_match: HistoryMatch | None = None,
         tenant: Hashable = None,
         hint: Hint | None = None,
+        message_starts: Sequence[int] = (),
     ) -> HistoryPath:
         """Take in a request of `tenant` when it ends: `tokens` [n] is its prompt of `input_len`
         tokens and its answer, or less if it was cut short.
 
         Call it once per request, for aborted ones too, in the same order on every rank. The time is
         that of `clock`. boundaries: positions at which another prompt may leave it, beside its end:
-        where its last message and the reply begin, its `next_branch`, and a state in the answer; 0
-        is none. history_match: the result of `match` for this prompt; its tokens are not read
+        where the reply begins, and a state in the answer; 0 is none. message_starts: of the prompt,
+        ascending; another one may leave it at the last of them, and at its `next_branch`.
+        history_match: the result of `match` for this prompt; its tokens are not read
         again, nor searched if the tenant's history did not change since. hint: what the client says
         of the session. Cost: a few vector passes over n tokens, and Python work per history node on
         the path.
@@ -226,7 +253,8 @@ class History:
         found, fingerprints, path, matched = self._find(tree, ids, input_len, history_match)
         answer = self._learn_from_answer(tenant, found.reused, ids[input_len:], now, hint)
         interval_bucket = self._on_return(found.reused, answer, now)
-        ends = {start for start in boundaries if 0 < start < len(ids)}
+        more = (*message_starts[-1:], found.next_branch(message_starts))
+        ends = {start for start in (*boundaries, *more) if 0 < start < len(ids)}
         ends |= {found.branch, len(ids)} - {0}
         self._on_departure(tree, fingerprints, path, found.known_len)
         held = tree.held_bytes
@@ -236,7 +264,10 @@ class History:
                 _set_answer(node, answer)
                 self._open(node, now, interval_bucket, is_end=node.depth == len(ids))
         if nodes and nodes[-1].depth == len(ids):
-            nodes[-1].answer_start = min(input_len, len(ids))
+            end = nodes[-1]
+            end.answer_start = min(input_len, len(ids))
+            end.messages = len(message_starts)
+            end.messages_left = found.messages_left(message_starts)
         if nodes and answer is not None and not nodes[-1].answer_bytes:
             tree.hold_answer(nodes[-1])
         self._changed(tenant, tree, held)
@@ -394,18 +425,23 @@ class History:
         depth = 0 if reused is None else reused.depth
         gains = known_len - depth >= self.min_branch_tokens
         branch = known_len if gains else depth
-        next_branch = answer_lost = 0
+        moved_part = answer_lost = 0
+        left = None
         if matched < usable:
-            moved, answer_lost = _left(tree, fingerprints, path, matched)
+            moved, ends = _left(tree, fingerprints, path, matched)
+            if ends:
+                left = ends[-1]
+                answer_lost = ends[0].depth - matched if ends[0].answer_start < matched else 0
             prompt = fingerprints[: TOKEN_BYTES * usable]
             at, length = longest_start(prompt, matched + 1, moved)
-            next_branch = at if length >= LEAST_MOVED_TOKENS else 0
+            moved_part = at if length >= LEAST_MOVED_TOKENS else 0
         return HistoryMatch(
             known_len,
             branch,
             HistoryPath(path),
             reused,
-            next_branch,
+            moved_part,
+            left,
             answer_lost,
             tree.version,
             fingerprints,
@@ -453,22 +489,19 @@ class History:
 
 def _left(
     tree: HistoryTree, fingerprints: bytes, path: list[HistoryNode], matched: int
-) -> tuple[bytes, int]:
+) -> tuple[bytes, list[HistoryNode]]:
     """The continuation of the newest sequence that has the first `matched` tokens of a prompt: the
-    fingerprints of a few tokens, and how many tokens there are to the end of its answer, 0 if they
-    are not all of the answer.
+    fingerprints of a few tokens, and the ends of it and of those that it goes on from.
     """
-    moved, lost, ended = b"", 0, False
+    moved, ends = b"", []
     wanted = TOKEN_BYTES * MOST_MOVED_TOKENS
     for node in tree.behind(fingerprints, path, matched):
-        first = len(node.edge) - TOKEN_BYTES * (node.depth - matched)
-        moved += node.edge[max(0, first) :][: wanted - len(moved)]
-        if node.is_end and not ended:
-            ended = True
-            lost = node.depth - matched if node.answer_start < matched else 0
-        if ended and len(moved) == wanted:
-            break
-    return moved, lost
+        if len(moved) < wanted:
+            first = max(0, len(node.edge) - TOKEN_BYTES * (node.depth - matched))
+            moved += node.edge[first : first + wanted - len(moved)]
+        if node.is_end:
+            ends.append(node)
+    return moved, ends
 
 
 def _set_answer(node: HistoryNode, answer: Answer | None) -> None:

@@ -136,13 +136,14 @@ class ServerSimulator(Simulator):
         if hit is not self.tree.root:
             self._lock(running, hit)
         history_match = self._match_history(request)
+        starts = request.message_starts
         prefill = Prefill(
             request.input_len,
             hit.depth,
             kv_len,
             known_branch=0 if history_match is None else history_match.branch,
-            next_branch=0 if history_match is None else history_match.next_branch,
-            message_starts=request.message_starts,
+            next_branch=0 if history_match is None else history_match.next_branch(starts),
+            message_starts=starts,
             reply_start=request.reply_start,
             declared=[pin.position for pin in request.pins],
         )
@@ -367,16 +368,16 @@ class ServerSimulator(Simulator):
             return
         request = running.request
         history_match = None if running.plan is None else running.plan.history_match
-        next_branch = 0 if history_match is None else history_match.next_branch
         answer_state = 0 if running.plan is None else running.plan.answer_state
         history_path = history.observe(
             tokens,
             request.input_len,
             self.tree.clock,
-            (*request.message_starts[-1:], request.reply_start, next_branch, answer_state),
+            (request.reply_start, answer_state),
             history_match,
             request.tenant,
             request.hint,
+            request.message_starts,
         )
         for node in way_to(running.locked_node):
             self.tree.link_history(node, history_path.at(node.depth))

@@ -34,6 +34,9 @@ TENANTS = "of three tenants: "
 PINS = "with pins: "
 THOUGHTS = "without thoughts: "
 CHANGED = "chats with a note above their end, and with answers that come back shortened"
+MASKED = "agents that are shown the last results of their tools only"
+OPENER = (30_001, 30_002)
+"""The tokens that open a client's message."""
 SERVING = Serving(chunk=2_048, grid=64)
 POLICIES = {
     "sglang-lru": options("sglang-lru"),
@@ -80,6 +83,8 @@ def trace(name: str, limit: int | None = None) -> list[Request]:
         return leave_out_thoughts(trace(name.removeprefix(THOUGHTS), limit))
     if name == CHANGED:
         return _changed_chats()
+    if name == MASKED:
+        return _masked_chats()
     path = TRACES / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip(f"../shared/traces/{path.name} is not here")
@@ -106,6 +111,23 @@ def _changed_chats() -> list[Request]:
             tokens = np.array(prompt + answer, np.int32)
             arrival = float(8 * turn + session + 1)
             requests.append(Request(session, turn, arrival, tokens, len(prompt)))
+    return requests
+
+
+def _masked_chats() -> list[Request]:
+    """Four agents by turns; all results but the last three are left out, one more each turn."""
+    rng, requests = np.random.default_rng(18), []
+    sessions = [[rng.integers(1, 30_000, 60 + 40 * at).tolist() for at in range(9)] for _ in "abcd"]
+    for turn in range(1, 9):
+        for session, results in enumerate(sessions):
+            prompt, starts = [1] * 90, []
+            for number, result in enumerate(results[:turn]):
+                starts.append(len(prompt))
+                prompt += [*OPENER, *(result if number >= turn - 3 else [5, 6, 7])]
+            tokens = np.array([*prompt, 9, 9, session], np.int32)
+            arrival = float(4 * turn + session + 1)
+            request = Request(session, turn, arrival, tokens, len(prompt), tuple(starts))
+            requests.append(request)
     return requests
 
 
@@ -154,7 +176,7 @@ def served(
         sizes = replace(sizes, **kind, state_tokens=STATE_TOKENS)
     if coded:
         sizes = replace(sizes, row=16)
-    boundaries = MessageBoundaries(reply_opener=REPLY_OPENER)
+    boundaries = MessageBoundaries({"user": [OPENER]}, REPLY_OPENER)
     with coding(Codec.INT8 if coded else Codec.EXACT):
         built = build_cache(sizes, POLICIES[policy], message_boundaries=boundaries)
     server = Server(built, sizes, SERVING.chunk)
@@ -300,8 +322,11 @@ def test_thoughts_that_are_left_out_leave_prompts_where_replies_begin(policy: st
 
 
 @pytest.mark.parametrize("slots", [14, 300])
-def test_states_where_the_next_prompt_is_expected_to_leave_are_the_servers(slots: int) -> None:
-    compare(CHANGED, None, Split(60_000, slots), "reuse")
+@pytest.mark.parametrize("name", [CHANGED, MASKED])
+def test_states_where_the_next_prompt_is_expected_to_leave_are_the_servers(
+    name: str, slots: int
+) -> None:
+    compare(name, None, Split(60_000, slots), "reuse")
 
 
 @pytest.mark.parametrize("policy", some(["reuse"], ["reuse", "lru"]))

@@ -113,6 +113,23 @@ def test_a_part_that_moves_down_leaves_a_state_in_front_of_it() -> None:
     assert [cache.serve(turn).hit_len for turn in turns] == [0, 0, *range(250, 750, 100)]
 
 
+def test_messages_that_change_one_after_the_other_leave_a_state_in_front_of_the_next() -> None:
+    """Results of tools beyond the last three are left out: from the third such turn on, each hits
+    all up to the message that it changes.
+    """
+    turns, expected = [], []
+    for turn in range(1, 10):
+        tokens, starts = numbers(0, 150), []
+        for number in range(turn):
+            starts.append(len(tokens))
+            tokens += [9, *numbers(1_000 * (number + 1), 100 if number >= turn - 3 else 20)]
+        made = request(tokens, [1] * 5, arrival=float(turn))
+        turns.append(replace(made, message_starts=tuple(starts)))
+        expected.append(150 + 21 * (turn - 4))
+    cache = build("reuse", ROOMY, turns)
+    assert [cache.serve(turn).hit_len for turn in turns][5:] == expected[5:]
+
+
 @pytest.mark.parametrize("lost", [3, 100])
 def test_answers_that_come_back_shortened_leave_a_state_on_their_way(lost: int) -> None:
     """From the third turn on little of the last answer is computed again."""
