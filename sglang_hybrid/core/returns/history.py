@@ -54,6 +54,10 @@ LEAST_MOVED_TOKENS = 4
 """Tokens that must be found in a row, so that words that two texts share by chance do not count."""
 
 
+MOST_NODES_BEHIND = 128
+"""History nodes that are looked at behind the place where a prompt leaves an earlier one."""
+
+
 class TimeUnit(Enum):
     """The unit of ages. Seconds tell sessions apart by their think times; requests suit traffic
     without stamps.
@@ -79,7 +83,7 @@ class HistoryMatch:
     reused: the deepest of them that could have been a checkpoint and that the prompt continues.
     moved_part: position where a part begins that stood elsewhere in the prompt before, which this
     one leaves there; 0 if there is none. left: the end of that prompt and its answer in the
-    history; None if this one leaves none.
+    history; None if this one leaves none, or that is many nodes further.
     answer_lost: how many tokens before the end of the last answer the prompt leaves it, as where a
     client shortens answers; 0 if it has all of the answer, or nothing.
 
@@ -428,10 +432,9 @@ class History:
         moved_part = answer_lost = 0
         left = None
         if matched < usable:
-            moved, ends = _left(tree, fingerprints, path, matched)
-            if ends:
-                left = ends[-1]
-                answer_lost = ends[0].depth - matched if ends[0].answer_start < matched else 0
+            moved, first, left = _left(tree, fingerprints, path, matched)
+            if first is not None and first.answer_start < matched:
+                answer_lost = first.depth - matched
             prompt = fingerprints[: TOKEN_BYTES * usable]
             at, length = longest_start(prompt, matched + 1, moved)
             moved_part = at if length >= LEAST_MOVED_TOKENS else 0
@@ -489,19 +492,22 @@ class History:
 
 def _left(
     tree: HistoryTree, fingerprints: bytes, path: list[HistoryNode], matched: int
-) -> tuple[bytes, list[HistoryNode]]:
+) -> tuple[bytes, HistoryNode | None, HistoryNode | None]:
     """The continuation of the newest sequence that has the first `matched` tokens of a prompt: the
-    fingerprints of a few tokens, and the ends of it and of those that it goes on from.
+    fingerprints of a few tokens, the first end of a sequence there, and its own end, if that is not
+    many nodes further.
     """
-    moved, ends = b"", []
+    moved, first_end, end = b"", None, None
     wanted = TOKEN_BYTES * MOST_MOVED_TOKENS
-    for node in tree.behind(fingerprints, path, matched):
+    for number, node in enumerate(tree.behind(fingerprints, path, matched)):
         if len(moved) < wanted:
             first = max(0, len(node.edge) - TOKEN_BYTES * (node.depth - matched))
             moved += node.edge[first : first + wanted - len(moved)]
         if node.is_end:
-            ends.append(node)
-    return moved, ends
+            first_end, end = first_end or node, node
+        if number == MOST_NODES_BEHIND:
+            return moved, first_end, None
+    return moved, first_end, end
 
 
 def _set_answer(node: HistoryNode, answer: Answer | None) -> None:
