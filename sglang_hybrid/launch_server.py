@@ -7,15 +7,19 @@ SGLang's processes are spawned, import this file again and must have the import 
 import SGLang. What the first one does is in launcher.py, which they do not load.
 """
 
+import os
 import signal
 import warnings
 from collections.abc import Sequence
 from typing import Never
 
-from sglang_hybrid.hooks import patching
-
 if __name__ == "__mp_main__":  # a process of the server; it ends with the first one, at Ctrl-C, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+elif __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # While modules are imported there is nothing to tidy up; launcher.command hears it otherwise.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+
+from sglang_hybrid.hooks import patching
 
 patching.install()
 for message in ("Only CUDA", "Triton is not supported"):  # what a CPU lacks, at every import

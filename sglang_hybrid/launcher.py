@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command() -> Never:
     """`main` as a program."""
     try:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         status = main()
     except KeyboardInterrupt:  # before there are other processes, maybe within an import
         sys.stdout.flush()

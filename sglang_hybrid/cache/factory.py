@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hybrid.cache.page_hashes import compile_hashes
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
+from sglang_hybrid.cache.state_slots.slots import count_state_slots
 from sglang_hybrid.cache.state_slots.spill_choice import states_spill
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.scans import why_split
@@ -144,7 +145,7 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
     schedule, mamba = get_schedule(), get_exec().mamba
     asked, shards = schedule.max_running_requests, get_parallel().attn_dp_size
     return ServerSetup(
-        slots=(schedule.max_mamba_cache_size or 0) if cache.is_mamba_enabled else 0,
+        slots=(count_state_slots() or 0) if cache.is_mamba_enabled else 0,
         held=1
         + get_mamba_tracking_slots(
             extra_buffer=mamba.enable_mamba_extra_buffer,

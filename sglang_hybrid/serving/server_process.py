@@ -152,11 +152,12 @@ class ServerProcess:
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nothing listens on at this moment.
 
-    Below the range that the kernel takes ports of outgoing connections from: a server binds its
-    port many seconds later, and until then one of those could have taken it.
+    Outside the ranges that the kernel takes ports of outgoing connections from, and SGLang those
+    between its processes (22,000 to 29,999; utils/network.py, get_free_port_below_ephemeral): a
+    server binds its port many seconds later, and until then one of those could have taken it.
     """
     while True:
-        port = random.randint(20_000, 32_000)
+        port = random.randint(10_000, 21_999)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule, get_serving
 
+from sglang_hybrid.cache.state_slots.slots import count_state_slots, slots_per_request
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.records.nodes import Kind
+from sglang_hybrid.serving.startup import StartupError
 from sglang_hybrid.serving.telemetry.metrics import rank_labels
 from tests.cache.backends import COST, match_prefix, options
 from tests.cache.driver import Server, Sizes
@@ -584,3 +586,23 @@ def test_metrics_have_the_labels_of_sglangs_own(rank: int | None) -> None:
     ranks = dict.fromkeys(("tp_rank", "pp_rank", "moe_ep_rank"), "0")
     of_rank = {} if rank is None else {"dp_rank": "1"}
     assert labels == {"model_name": "m", "engine_type": "unified", **ranks, **of_rank}
+
+
+@pytest.mark.parametrize("one_memory", [False, True])
+def test_the_slot_of_padding_is_no_requests(
+    one_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one memory SGLang counts it among the state slots."""
+    monkeypatch.setenv("SGLANG_HYBRID_SLOTS_PER_REQUEST", "9")
+    server()
+    memory, schedule = get_memory(), get_schedule()
+    with memory.override(enable_unified_memory=one_memory):
+        with schedule.override(max_mamba_cache_size=8 + one_memory):
+            assert count_state_slots() == 8
+            with pytest.raises(StartupError, match="=9 is more than the 8 state slots that"):
+                slots_per_request(1)
+        with schedule.override(max_mamba_cache_size=9 + one_memory):
+            assert slots_per_request(1) == 9
+        with schedule.override(max_mamba_cache_size=None):
+            assert count_state_slots() is None
+            assert slots_per_request(1) == 9

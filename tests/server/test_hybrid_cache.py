@@ -16,6 +16,7 @@ from tests.server.client import (
     hybrid_cache,
     random_prompt,
 )
+from tests.server.one_memory import SPILLS, TWO_POOLS
 
 
 def conversation() -> list[list[int]]:
@@ -37,33 +38,37 @@ def conversation() -> list[list[int]]:
     ]
 
 
-STARVED = (
-    *("--max-mamba-cache-size", "12", "--max-running-requests", "16"),
-    *("--mamba-full-memory-ratio", "0.5"),
-)
-"""The ratio asks for two pools."""
+STARVED = ("--max-mamba-cache-size", "12", "--max-running-requests", "16")
 
 
 @pytest.mark.slow
-def test_a_server_short_of_slots_serves_a_burst(serve: Serve) -> None:
-    """12 slots, and as many running requests: checkpoints go, requests stay."""
+@pytest.mark.parametrize(
+    ("pools", "leaves"), [(TWO_POOLS, True), (SPILLS, False)], ids=["two pools", "pools that lend"]
+)
+def test_a_server_short_of_slots_serves_a_burst(
+    serve: Serve, pools: tuple[str, ...], leaves: bool
+) -> None:
+    """12 slots, and as many running requests: checkpoints go, requests stay. Where pools lend, the
+    end of an answer needs no slot, and nothing is said of those that are left for it.
+    """
     documents = [random_prompt(150 + 37 * i, seed=i) for i in range(8)]
     prompts = [documents[i % 8] + random_prompt(1 + i % 40, seed=100 + i) for i in range(200)]
     lengths = [1 + i % 12 for i in range(200)]
-    with serve(*STARVED, environment={"SGLANG_HYBRID_SLOTS_PER_REQUEST": "1"}) as server:
+    with serve(*STARVED, *pools, environment={"SGLANG_HYBRID_SLOTS_PER_REQUEST": "1"}) as server:
         with ThreadPoolExecutor(200) as pool:
             records = pool.map(partial(ask, server.url), prompts, lengths)
             assert completed(records) == lengths
         seen = hybrid_cache(server.url)
         assert seen["checkpoints_skipped"]["no_slot"] > 0
-        let, leave = seen["advice"]
+        let, *leave = seen["advice"]
         assert "let 12 requests run at once instead of 16" in let
-        assert "leave 0 for checkpoints" in leave
+        assert ["leave 0 for checkpoints" in line for line in leave] == [True] * leaves
         flush(server.url)
         assert hybrid_cache(server.url)["state_slots_free"] == 12
         assert seen["memory"] is None
         log = server.log.read_text(errors="replace")
-        assert log.count("KV and states have a pool each: --mamba-full-memory-ratio") == 1
+        said = log.count("KV and states have a pool each: --mamba-full-memory-ratio")
+        assert said == (pools is SPILLS)  # nothing is said of what was asked for
         assert server.process is not None and server.process.poll() is None
         assert "exception" not in log
 

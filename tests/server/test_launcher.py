@@ -38,7 +38,7 @@ def launch(*arguments: str, environment: dict[str, str] | None = None) -> str:
             start_new_session=True,
         )
         mapped: set[str] = set()
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while done.poll() is None and time.monotonic() < deadline:
             mapped |= shared_memory(done.pid)
             time.sleep(0.1)
@@ -190,7 +190,7 @@ def test_other_mistakes_end_in_one_sentence(flags: str, said: str) -> None:
     ("variable", "value", "words"),
     [
         ("EVICTION", "fifo", "'fifo' is none of auto, marconi"),
-        ("DRAIN_SECONDS", "soon", "'soon' is not a number of 0 or more (from the environment)"),
+        ("DRAIN_SECONDS", "soon", "'soon' is not a number from 0 to 1e+09 (from the environment)"),
         ("SLOTS_PER_REQUEST", "1000", "=1000 is more than the 512 state slots that there are"),
     ],
 )
@@ -207,12 +207,14 @@ def test_what_a_child_process_dies_of_is_one_sentence_too(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [1, 2])
-def test_ctrl_c_while_it_starts(seconds: int, tmp_path: Path) -> None:
-    """While modules are imported. A terminal sends it to the whole group."""
+@pytest.mark.parametrize("library", ["/numpy/", "/torch/"])
+def test_ctrl_c_while_it_starts(library: str, tmp_path: Path) -> None:
+    """While modules are imported: ours, which need numpy, and SGLang's, which need torch. A
+    terminal sends it to the whole group.
+    """
     log, own = tmp_path / "log", tmp_path / "own"
     own.mkdir()
-    with log.open("w") as said:
+    with log.open("w") as said, interruptible():
         starting = subprocess.Popen(
             [sys.executable, "-m", "sglang_hybrid.launch_server", "--port", str(free_port())],
             stdout=said,
@@ -220,14 +222,28 @@ def test_ctrl_c_while_it_starts(seconds: int, tmp_path: Path) -> None:
             env={**os.environ, "TMPDIR": str(own)},
             start_new_session=True,
         )
-        time.sleep(seconds)
-        mapped = shared_memory(starting.pid)
-        os.killpg(starting.pid, signal.SIGINT)
-        assert starting.wait(20) == 130
-    assert "Traceback" not in log.read_text(errors="replace")
+    maps = Path(f"/proc/{starting.pid}/maps")
+    deadline = time.monotonic() + 60
+    while library not in maps.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    mapped = shared_memory(starting.pid)
+    os.killpg(starting.pid, signal.SIGINT)
+    assert starting.wait(60) == 130, log.read_text(errors="replace")
+    assert not log.read_text(errors="replace")
     assert not [p for p in psutil.process_iter() if alive(p) and in_session(p, starting.pid)]
     assert not mapped & set(os.listdir(SHM))
     assert not list(own.iterdir())
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """A process that is started here hears Ctrl-C, also where this one was started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_help_all_shows_our_flags_in_a_group_of_their_own(

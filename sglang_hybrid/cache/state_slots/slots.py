@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.runtime_context import get_schedule
+from sglang.srt.runtime_context import get_memory, get_schedule
 
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.startup import StartupError
@@ -27,6 +27,14 @@ def free_slots(allocator: MambaSlotAllocator) -> int:
     )
 
 
+def count_state_slots() -> int | None:
+    """State slots that requests and checkpoints can have; None until it is known. In one memory,
+    one more that SGLang counts is for padding.
+    """
+    counted: int | None = get_schedule().max_mamba_cache_size
+    return None if counted is None else counted - bool(get_memory().enable_unified_memory)
+
+
 def slots_per_request(needed: int) -> int | None:
     """The value of SGLANG_HYBRID_SLOTS_PER_REQUEST, but never less than `needed`; None if unset.
 
@@ -34,7 +42,7 @@ def slots_per_request(needed: int) -> int | None:
     beyond what it needs is left for checkpoints. Raises `StartupError` for more than the pool has.
     """
     asked = HybridConfig.from_environment().hybrid_slots_per_request
-    there = get_schedule().max_mamba_cache_size  # None until it is known
+    there = count_state_slots()
     if asked and there is not None and there < asked:
         raise StartupError(
             f"SGLANG_HYBRID_SLOTS_PER_REQUEST={asked} is more than the {there} state slots that "

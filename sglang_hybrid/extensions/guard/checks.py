@@ -7,10 +7,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import unquote, urlparse
 
 import msgspec
 from pydantic import TypeAdapter, ValidationError
@@ -250,10 +252,32 @@ def _media(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Request 
                     f"{name} has the format {shown(form)}, which takes tensors and so an "
                     "sglang.Engine; send what it was made of."
                 )
+            _local_file(name, getattr(one, "url", one))
     if request.video_data and not _reads_videos():
         raise ValueError(
             "the request has a video, and this server reads none: it lacks torchvision, or both "
             "torchcodec and decord; send frames as images."
+        )
+
+
+def _local_file(name: str, medium: Any) -> None:
+    """Refuse what SGLang would open as a file of this machine where it is none that can be read:
+    the error would be the server's, and a device may never end (`get_image_bytes` and `load_audio`
+    of utils/common.py).
+    """
+    if not isinstance(medium, str):
+        return
+    is_url = medium.startswith(("data:", "http://", "https://"))
+    if medium.startswith("file://"):
+        path = unquote(urlparse(medium).path)
+    elif medium.startswith("/") or (name == "audio_data" and not is_url):
+        path = medium
+    else:
+        return
+    if not (os.path.isfile(path) and os.access(path, os.R_OK)):
+        raise ValueError(
+            f"{name} is {shown(medium)}, which is read as the path of a file of the server, and it "
+            "has none there; send the bytes as a data: URL."
         )
 
 

@@ -85,15 +85,17 @@ class TieredMemory(DeviceMemory):
 
     def short_in(self, tier: Tier, kv: int, states: int) -> TierPool | None:
         """The pool of `tier` that must evict before so many tokens and states fit, None if they
-        do.
+        do. Where both must, states do first on the device, and KV below it: SGLang makes room for
+        a copy's KV before that for its state (unified_radix_cache.py, `_execute_kv_backup`).
         """
         kv, states = self._with_running(tier, kv, states)
         room, placement = self.room[tier], self.placement
         pool, state_pool = self.pools[tier]
         if isinstance(room, Split):
+            lacks_kv = placement.kv_tokens[tier] + kv > room.kv_tokens
             if placement.states[tier] + states > room.slots:
-                return state_pool
-            return pool if placement.kv_tokens[tier] + kv > room.kv_tokens else None
+                return pool if lacks_kv and tier is not Tier.DEVICE else state_pool
+            return pool if lacks_kv else None
         needed = placement.used(tier, self.cost) + self.cost.bytes_in(tier, kv, states)
         return pool if needed > room else None
 
