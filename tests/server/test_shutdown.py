@@ -226,7 +226,7 @@ def test_a_signal_lets_a_request_end_that_ends_in_time(number: signal.Signals, s
 class Load:
     """Clients of a server, each of which sends one request and reads its whole answer."""
 
-    RUNNING, TOKENS = 2, 60
+    RUNNING, TOKENS = 2, 200
 
     def __init__(self, url: str, pool: ThreadPoolExecutor) -> None:
         self._url, self._pool = url, pool
@@ -236,6 +236,11 @@ class Load:
         """Half of them are streams."""
         for number in range(count):
             self.answers.append(self._pool.submit(self._ask, number, bool(number % 2)))
+
+    def has_arrived(self) -> bool:
+        """True once the server has every request; one that comes later than SIGTERM is refused."""
+        ended = sum(answer.done() for answer in self.answers)
+        return ended + in_server(self._url) >= len(self.answers)
 
     def _ask(self, seed: int, stream: bool) -> int:
         """Tokens of a whole answer; 0 for one that was cut, in whatever way."""
@@ -264,7 +269,7 @@ def test_a_rolling_update_cuts_nobody() -> None:
         assert kept.get(url + "/health", timeout=60).ok
         load = Load(url, pool)
         load.begin(12)
-        until(lambda: waiting(url) > 0, 60)
+        until(lambda: load.has_arrived() and waiting(url) > 0, 60)
         it.kill(signal.SIGTERM)
         until(lambda: kept.get(url + "/health", timeout=60).status_code == 503, 60)
         assert not all(answer.done() for answer in load.answers), "the test is too late"
@@ -289,8 +294,17 @@ def words(value: str | list[str]) -> str:
 
 def waiting(url: str) -> int:
     """Requests in the queue of a server."""
+    return _in_state(url, "waiting")
+
+
+def in_server(url: str) -> int:
+    """Requests that a server runs, and those in its queue."""
+    return _in_state(url, "running", "waiting")
+
+
+def _in_state(url: str, *states: str) -> int:
     loads = requests.get(url + "/v1/loads", timeout=60).json()["loads"]
-    return int(sum(each["num_waiting_reqs"] for each in loads))
+    return int(sum(each[f"num_{state}_reqs"] for each in loads for state in states))
 
 
 @pytest.mark.slow
