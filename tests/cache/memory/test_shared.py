@@ -86,6 +86,17 @@ def test_no_more_room_is_promised_than_whole_pages_have(page: int) -> None:
     assert kv.available_size() - page < promised <= kv.available_size()
 
 
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_of_a_state_that_may_go_no_more_is_promised_than_whole_pages_have(page: int) -> None:
+    """All else is full; a state has the bytes of 50 tokens."""
+    kv, slots = build(page)
+    state = slots.alloc(1)
+    assert kv.alloc(kv.available_size()) is not None
+    promised = budget_of(kv, tree(states=1)).remaining_total
+    slots.free(state)
+    assert 0 < promised <= kv.available_size()
+
+
 def test_pages_in_use_are_no_obstacle_to_states() -> None:
     """One page of every sixteen stays: the others are room for states, which can be had."""
     kv, slots = build(page=4)
