@@ -199,13 +199,14 @@ class Tuning:
 
 
 def make_tuning(cache: HybridRadixCache, parts: Parts, rank: int | None) -> Tuning:
-    """The object that may change the policy in `cache`, with what its flags ask for.
+    """The object that may change the policy in `cache`, which must be enabled, with what its flags
+    ask for.
 
     rank: which of several caches with requests of their own this is; None if another rank receives
     its requests. Raises `RecordingError` if requests cannot be recorded where they should be.
     """
     options = parts.options
-    if rank is None or cache.disable:
+    if rank is None:
         return Tuning(cache, parts)
     tuner = _make_tuner(cache, parts) if options.is_tuned else None
     file = _make_file(Path(options.hybrid_record), rank) if options.hybrid_record else None

@@ -111,7 +111,7 @@ def _asking(send: Send) -> Send:
 OURS = "/hybrid_cache"
 """The path of our routes. They tell what the cache holds and what prompts are."""
 
-SCHEMAS = "/v1/prompt_schemas"
+SCHEMAS_PATH = "/v1/prompt_schemas"
 """The path of the routes that store prompts and tell which there are. Clients know the server there
 by any name.
 """
@@ -121,9 +121,9 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
 
 class SameOrigin:
     """ASGI middleware: a route at or below /hybrid_cache, whoever added it, answers only requests
-    that name this server in `Host` and were not made by a web page of another origin; one at or
-    below /v1/prompt_schemas any that such a page did not make. Remembers what `asked_route` tells
-    of any request.
+    that name this server in `Host` and were not made by a web page of another origin. A route at or
+    below /v1/prompt_schemas answers requests under any name of the server, but none that a page of
+    another origin made. Remembers what `asked_route` tells of any request.
 
     SGLang allows pages of all origins to read every answer (CORS), which this middleware is put in
     front of. A page whose own name was made to resolve to this server's address (DNS rebinding) is
@@ -147,7 +147,7 @@ def _why_refused(scope: Scope) -> str | None:
     if scope["type"] not in ("http", "websocket"):
         return None
     is_ours = _is_within(scope, OURS)
-    if not is_ours and not _is_within(scope, SCHEMAS):
+    if not is_ours and not _is_within(scope, SCHEMAS_PATH):
         return None
     headers = Headers(scope=scope)
     hosts = headers.getlist("host")

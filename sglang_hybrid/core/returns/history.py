@@ -53,7 +53,6 @@ MOST_MOVED_TOKENS = 64
 LEAST_MOVED_TOKENS = 4
 """Tokens that must be found in a row, so that words that two texts share by chance do not count."""
 
-
 MOST_NODES_BEHIND = 128
 """History nodes that are looked at behind the place where a prompt leaves an earlier one."""
 
@@ -81,9 +80,10 @@ class HistoryMatch:
     checkpoint would serve the next prompt of this kind; 0 if there is none. It is the end of the
     known part, or a history node just above it. path: the history nodes on the prompt's path.
     reused: the deepest of them that could have been a checkpoint and that the prompt continues.
-    moved_part: position where a part begins that stood elsewhere in the prompt before, which this
-    one leaves there; 0 if there is none. left: the end of that prompt and its answer in the
-    history; None if this one leaves none, or that is many nodes further.
+    earlier: the end, in the history, of the newest sequence that has the known part and goes on
+    otherwise; None if there is none, or its end is more than MOST_NODES_BEHIND nodes further.
+    moved_part: position in this prompt where the tokens begin that such a sequence has right behind
+    the known part, if they come again here; 0 if they do not.
     answer_lost: how many tokens before the end of the last answer the prompt leaves it, as where a
     client shortens answers; 0 if it has all of the answer, or nothing.
 
@@ -95,8 +95,8 @@ class HistoryMatch:
     branch: int
     path: HistoryPath
     reused: HistoryNode | None
+    earlier: HistoryNode | None
     moved_part: int
-    left: HistoryNode | None
     answer_lost: int
     version: int
     fingerprints: bytes
@@ -112,25 +112,29 @@ class HistoryMatch:
     def next_branch(self, message_starts: Sequence[int]) -> int:
         """The position where the next prompt is expected to leave this one; 0 if that is not known.
 
-        A client that changes an old message with each turn (results of tools that are left out
-        beyond the last few) changes the next one next: it is where the message begins that is as
-        far from the end, if this prompt left the one before as far from its end as that one left
-        the one before. One that inserts text in front of a part that stays (a note some messages
-        above the end, what follows a list of tools) does so again: it is where that part begins.
+        Some clients change one old message with each turn, as those do that show only the last
+        results of tools. If this prompt left the earlier one n messages before its end, and that
+        one left the one before it n messages before its end, the next prompt is expected to leave
+        this one at the start of the n-th message from the end. Other clients insert text in front
+        of a part that stays (a note some messages above the end, what follows a list of tools); the
+        next prompt is expected to leave where that part begins (`moved_part`).
+
+        message_starts: positions in this prompt at which messages begin, ascending.
         """
-        behind = self.messages_left(message_starts)
-        before = 0 if self.left is None else self.left.messages_left
+        behind = self.messages_behind(message_starts)
+        before = 0 if self.earlier is None else self.earlier.messages_behind
         repeats = 0 < behind == before and behind <= len(message_starts)
         return message_starts[-behind] if repeats else self.moved_part
 
-    def messages_left(self, message_starts: Sequence[int]) -> int:
-        """Messages of the prompt that this one leaves, from the one inside which it leaves it on; 0
-        if it leaves none, or their number is not known. message_starts: of this prompt, ascending.
+    def messages_behind(self, message_starts: Sequence[int]) -> int:
+        """How many messages before the end of the earlier prompt this one leaves it: that inside
+        which they part, and those behind it. 0 if there is no earlier prompt, or the number of its
+        messages is not known. message_starts: as for `next_branch`.
         """
-        if self.left is None or not self.left.messages:
+        if self.earlier is None or not self.earlier.messages:
             return 0
         shared = bisect_right(message_starts, self.known_len)
-        return max(0, self.left.messages - max(0, shared - 1))
+        return max(0, self.earlier.messages - max(0, shared - 1))
 
     def is_of(self, tokens: int) -> bool:
         """True if this is the match of a prompt of `tokens` tokens."""
@@ -244,10 +248,10 @@ class History:
         that of `clock`. boundaries: positions at which another prompt may leave it, beside its end:
         where the reply begins, and a state in the answer; 0 is none. message_starts: of the prompt,
         ascending; another one may leave it at the last of them, and at its `next_branch`.
-        history_match: the result of `match` for this prompt; its tokens are not read
-        again, nor searched if the tenant's history did not change since. hint: what the client says
-        of the session. Cost: a few vector passes over n tokens, and Python work per history node on
-        the path.
+        history_match: the result of `match` for this prompt; its tokens are not read again, nor
+        searched if the tenant's history did not change since. hint: what the client says of the
+        session. Cost: a few vector passes over n tokens, and Python work per history node on the
+        path.
         """
         now = self.time_unit.now(clock)
         ids = np.asarray(tokens)
@@ -271,7 +275,7 @@ class History:
             end = nodes[-1]
             end.answer_start = min(input_len, len(ids))
             end.messages = len(message_starts)
-            end.messages_left = found.messages_left(message_starts)
+            end.messages_behind = found.messages_behind(message_starts)
         if nodes and answer is not None and not nodes[-1].answer_bytes:
             tree.hold_answer(nodes[-1])
         self._changed(tenant, tree, held)
@@ -430,9 +434,9 @@ class History:
         gains = known_len - depth >= self.min_branch_tokens
         branch = known_len if gains else depth
         moved_part = answer_lost = 0
-        left = None
+        earlier = None
         if matched < usable:
-            moved, first, left = _left(tree, fingerprints, path, matched)
+            moved, first, earlier = _earlier(tree, fingerprints, path, matched)
             if first is not None and first.answer_start < matched:
                 answer_lost = first.depth - matched
             prompt = fingerprints[: TOKEN_BYTES * usable]
@@ -443,8 +447,8 @@ class History:
             branch,
             HistoryPath(path),
             reused,
+            earlier,
             moved_part,
-            left,
             answer_lost,
             tree.version,
             fingerprints,
@@ -490,7 +494,7 @@ class History:
                     del self._tenants[payer]
 
 
-def _left(
+def _earlier(
     tree: HistoryTree, fingerprints: bytes, path: list[HistoryNode], matched: int
 ) -> tuple[bytes, HistoryNode | None, HistoryNode | None]:
     """The continuation of the newest sequence that has the first `matched` tokens of a prompt: the

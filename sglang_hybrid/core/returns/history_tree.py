@@ -31,8 +31,9 @@ class HistoryNode:
     it was created, because the gaps within a session are similar. last: the answer of the request
     that opened the node or resumed from it last, if its returns say something of that answer.
     answer_bytes: what is counted for an answer that ended here. answer_start: where the answer of
-    the newest sequence that ended here begins. messages: of that sequence's prompt; messages_left:
-    as of the match of that prompt (`HistoryMatch.messages_left`); 0 is not known.
+    the newest sequence that ended here begins. messages: of that sequence's prompt.
+    messages_behind: of the prompt that it left (`HistoryMatch.messages_behind`). Both are 0 where
+    that is not known.
     """
 
     __slots__ = (
@@ -47,7 +48,7 @@ class HistoryNode:
         "last",
         "last_interval_bucket",
         "messages",
-        "messages_left",
+        "messages_behind",
         "parent",
         "turn",
     )
@@ -64,7 +65,7 @@ class HistoryNode:
         self.last: Answer | None = None
         self.answer_bytes = 0
         self.answer_start = 0
-        self.messages = self.messages_left = 0
+        self.messages = self.messages_behind = 0
         self.interval_id = NO_INTERVAL
 
     def adopt(self, child: HistoryNode) -> None:

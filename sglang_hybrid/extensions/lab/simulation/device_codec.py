@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
+from sglang_hybrid.extensions.lab.simulation.system_names import Setting
 from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import KV_VALUE_BYTES, CopyCodec
 
 BESIDE_KV = 0.016
@@ -32,8 +33,8 @@ def left_of(budget: Budget, codec: CopyCodec, cost: CostModel, serving: Serving 
     """The part of `budget` that is left for the pools. cost: with coded sizes (`coded_in`)."""
     if codec is CopyCodec.EXACT or budget is None:
         return budget
-    if not isinstance(budget, Split) and (serving is None or serving.one_memory):
-        return int(budget * (1 - BESIDE_KV - BESIDE_STATES))
-    pools = budget if isinstance(budget, Split) else Split.of(budget, cost)
-    tokens, slots = pools.kv_tokens * (1 - BESIDE_KV), pools.slots * (1 - BESIDE_STATES)
+    memory = Setting(cost, budget, (), serving=serving).memory
+    if not isinstance(memory, Split):
+        return int(memory * (1 - BESIDE_KV - BESIDE_STATES))
+    tokens, slots = memory.kv_tokens * (1 - BESIDE_KV), memory.slots * (1 - BESIDE_STATES)
     return Split(int(tokens), int(slots))

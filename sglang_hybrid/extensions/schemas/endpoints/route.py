@@ -31,6 +31,7 @@ from sglang_hybrid.serving.requests import payloads
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.fields import check_single
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
+from sglang_hybrid.serving.routes import SCHEMAS_PATH
 from sglang_hybrid.serving.tenants import Tenant, tenant
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class _Route(APIRoute):
         return handled
 
 
-router = APIRouter(prefix="/v1/prompt_schemas", route_class=_Route)
+router = APIRouter(prefix=SCHEMAS_PATH, route_class=_Route)
 
 MOST_MEGABYTES = 1 << 20
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import requests
 
 from sglang_hybrid.core.named_files import MOST_BYTES, decode_json, read_text
+from sglang_hybrid.serving.routes import SCHEMAS_PATH
 from sglang_hybrid.serving.tenants import FIELDS
 
 logger = logging.getLogger(__name__)
@@ -92,11 +93,11 @@ def prewarm_if_asked(server_args: Any) -> None:
 def _posts(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     if "schema" in body:
         tenant = {name: body[name] for name in FIELDS if name in body}
-        yield "/v1/prompt_schemas", {"pml": body["schema"], **tenant}
+        yield SCHEMAS_PATH, {"pml": body["schema"], **tenant}
         if "budget_mb" in body:
             name = _name_of(str(body["schema"]))
             yield (
-                f"/v1/prompt_schemas/{name}/prewarm",
+                f"{SCHEMAS_PATH}/{name}/prewarm",
                 {"budget_mb": body["budget_mb"], **tenant},
             )
     elif "messages" in body:
