@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 
 KV, STATE = ComponentType.FULL, ComponentType.MAMBA
+
+LENDS_NOTHING: Final = (
+    "; two pools lend each other nothing beside coded entries, which may cost more hits than it "
+    "gains: replay your traffic first (--device-codec, --pools)"
+)
+"""Ends `CodedEntries.describe` where KV and states have a pool each."""
 
 
 class CodedEntries:
@@ -75,6 +81,7 @@ class CodedEntries:
             )
         if params.req_to_token_pool.mamba_pool._slot_siblings:
             raise StartupError(f"{asked} knows no side states, as this model has; leave it out.")
+        self._one_memory = memory is not None
         self._page = int(params.page_size)
         self._edges: CodedEdges[Tensor] = CodedEdges(self._kv.parts, self._page)
         self._groups: Groups[Tensor, int] = Groups(self._states.parts)
@@ -96,7 +103,7 @@ class CodedEntries:
         return (
             f"entries are coded before they are evicted: {kv} tokens of KV in the place of one, "
             f"{states} states in the place of one; {beside / 1e6:,.1f} MB of scales and windows "
-            "lie beside the pools"
+            f"lie beside the pools{'' if self._one_memory else LENDS_NOTHING}"
         )
 
     def as_dict(self) -> dict[str, Any]:

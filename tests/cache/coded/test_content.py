@@ -151,6 +151,15 @@ def test_what_is_hit_is_what_was_stored(config: str, seed: int) -> None:
     assert server.cache.parts.coded.as_dict()["now"]["kv"] > 0
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+def test_two_pools_say_that_they_lend_nothing(config: str) -> None:
+    with coding(Codec.INT8):
+        server = Valued.on(CONFIGS[config], options("reuse"), 16)
+    coded = server.cache.parts.coded
+    assert coded is not None
+    assert ("lend each other nothing" in coded.describe()) == (config != "one memory")
+
+
 def test_a_wrong_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the test above."""
     decode = Codec.decode
