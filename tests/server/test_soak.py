@@ -126,7 +126,7 @@ CONFIGURATIONS = {
     "extra buffer, page 16": Configuration(
         FEWER, (*PRIORITIES, *EXTRA_BUFFER), slots=2 * 3 * RUNNING
     ),
-    "drafts": Configuration(1_000, (*PRIORITIES, *NGRAM), slots=2 * 3 * RUNNING),
+    "drafts": Configuration(FEWER, (*PRIORITIES, *NGRAM), slots=2 * 3 * RUNNING),
     "a head in one memory": Configuration(
         FEWER, (*PRIORITIES, *ONE_MEMORY, *HEAD), slots=2 * 3 * RUNNING, headed=True
     ),
