@@ -123,10 +123,24 @@ def test_a_malformed_batch_is_counted(server: Server, payload: bytes) -> None:
     with following(server) as (follower, index):
         server.send(0, payload)
         server.published = 1
+        server.wait_for_another_subscriber()
         wait_until(lambda: follower.is_in_step and follower.snapshots == 2)
         server.publish(stored([1, 2]))
         wait_until(lambda: position(index, 1, 2) == 2)
         assert follower.malformed == 1
+
+
+def test_what_is_published_is_not_kept_while_nothing_is_read(server: Server) -> None:
+    """A server that publishes for hours and has no snapshot would take all memory here."""
+    with following(server) as (follower, index):
+        server.send(0, b"\x00")
+        server.published = 1
+        server.wait_for_another_subscriber()
+        server.error, server.epoch = "none", "another"
+        server.wait_for_another_subscriber()
+        server.error, server.snapshot = "", [[stored([1, 2])]]
+        wait_until(lambda: follower.is_in_step)
+        assert position(index, 1, 2) == 2
 
 
 def test_a_message_of_other_frames_is_malformed(server: Server) -> None:
