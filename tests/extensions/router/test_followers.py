@@ -474,6 +474,22 @@ def test_servers_of_a_name_come_and_go(server: Server, other: Server) -> None:
         wait_until(lambda: not replicas.followers and not replicas.errors)
 
 
+def test_a_server_of_two_names_is_followed_once_and_as_long_as_one_has_it(server: Server) -> None:
+    now = {"dns://blue:1": {server.url}, "dns://green:1": {server.url}}
+    with closing(
+        Replicas(
+            [*now, server.url], KEY, pause=PAUSE, patience=PATIENCE, resolve=lambda of: now[of]
+        )
+    ) as replicas:
+        wait_until(lambda: {*replicas.followers} == {server.url})
+        follower = replicas.followers[server.url]
+        now["dns://blue:1"] = set()
+        wait_until(lambda: not replicas._resolved["dns://blue:1"])
+        now["dns://green:1"] = {server.url + "0"}
+        wait_until(lambda: server.url + "0" in replicas.errors)
+        assert replicas.followers == {server.url: follower}
+
+
 def test_a_name_has_a_server_at_each_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert addresses("dns://127.0.0.1:30000") == {"http://127.0.0.1:30000"}
     assert addresses("dns://[::1]:30000") == {"http://[::1]:30000"}
