@@ -162,7 +162,7 @@ class HybridConfig:
     hybrid_warm_start: int = flag(
         0,
         "MiB of what the disk holds that a starting server reads into memory: per rank, while it "
-        "already serves, what was used last, states first",
+        "already serves, what is expected to be used most often first",
         metavar="MB",
         read=count,
     )

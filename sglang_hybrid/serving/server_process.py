@@ -20,6 +20,9 @@ import requests
 TIDY_SECONDS = 3.0
 """Seconds that the processes of a server may outlast the first one."""
 
+TAIL_BYTES = 1 << 16
+"""Bytes of the end of a log in which its last lines are looked for."""
+
 
 class ServerFailed(RuntimeError):
     """The server ended, or was not healthy in time; the message ends with its last lines."""
@@ -86,16 +89,18 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the program without waiting; its output goes to `self.log`."""
-        self.process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log_descriptor,
-            stderr=subprocess.STDOUT,
-            env=self._environment,
-            cwd=self._directory,
-            start_new_session=True,  # a Ctrl-C for us is passed on by stop(), once
-        )
-        os.close(self._log_descriptor)
+        try:
+            self.process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log_descriptor,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                cwd=self._directory,
+                start_new_session=True,  # a Ctrl-C for us is passed on by stop(), once
+            )
+        finally:
+            os.close(self._log_descriptor)
 
     def wait_until_healthy(self) -> None:
         """Return once the server has answered a request; raises `ServerFailed` if it does not."""
@@ -123,8 +128,9 @@ class ServerProcess:
         """Ctrl-C, then SIGKILL for whatever is left; returns the exit status."""
         if self.process is None:
             return None
-        children = _descendants(self.process.pid)
-        if self.process.poll() is None:
+        children = []
+        if self.process.poll() is None:  # else its number may be that of another process
+            children = _descendants(self.process.pid)
             self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(timeout)
@@ -138,8 +144,14 @@ class ServerProcess:
         return self.process.returncode
 
     def tail(self, lines: int = 8) -> str:
-        """The last lines that the server printed."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        """The last lines that the server printed; "" if its log is gone."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                last = log.read(TAIL_BYTES)
+        except FileNotFoundError:
+            return ""
+        return "\n".join(last.decode(errors="replace").splitlines()[-lines:])
 
     def processes(self) -> list[psutil.Process]:
         """The server's processes that are alive, its main process first."""

@@ -79,8 +79,8 @@ class SharedStore:
     """The objects of one rank in Mooncake's store.
 
     Args:
-        join: joins the store; raises Unreachable. It is called in a thread of its own, again and
-            again until it returns.
+        join: joins the store; raises Unreachable, or what Mooncake raises. It is called in a thread
+            of its own, again and again until it returns.
         facts: what the content of an object depends on.
         rank: which part of a model the objects are of.
         secret: of the servers that share them.
@@ -179,8 +179,8 @@ class SharedStore:
         while not self._closed.is_set() and self._client is None:
             try:
                 client, self._config = self._join()
-            except Unreachable as error:
-                self._refuse(str(error))
+            except Exception as error:  # Mooncake's own are of any kind, as of a wrong setting
+                self._refuse(str(error) or type(error).__name__)
                 self._closed.wait(START_SECONDS)
             else:
                 self.refused = ""

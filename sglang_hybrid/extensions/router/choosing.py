@@ -84,6 +84,7 @@ class Replicas:
         self.followers: dict[str, Follower] = {}
         self.errors = {url: "was not asked yet" for url in given if not url.startswith(DNS)}
         self._resolved: dict[str, set[str]] = {url: set() for url in given if url.startswith(DNS)}
+        self._named = frozenset(self.errors)  # servers that are followed whatever a name has
         self._resolve = resolve
         self._admin_key = admin_key
         self._pause = pause
@@ -207,8 +208,9 @@ class Replicas:
         except Exception as error:  # the servers that were there may be there
             self._note(name, sentence(error))
             return
-        gone = self._resolved[name] - found
-        new = dict.fromkeys(found - self._resolved[name], "was not asked yet")
+        others = self._named.union(*(of for at, of in self._resolved.items() if at != name))
+        gone = self._resolved[name] - found - others
+        new = dict.fromkeys(found - self._resolved[name] - others, "was not asked yet")
         self._resolved[name] = found
         with self._changing:
             kept = {url: why for url, why in self.errors.items() if url not in gone | {name}}

@@ -185,30 +185,39 @@ class _Server:
         self._flags = [*flags, *metrics, *event_flags(), *_devices(number, count, flags)]
         self._number = number
         self._environment = {"TMPDIR": folder}
-        self._stack = stack
         self._start(free_port())
+        stack.callback(self._end)
 
     def keep(self) -> None:
-        """Start it again if it has ended."""
+        """Start it again if it has ended; if that cannot be done, later."""
         assert self.process.process is not None
         status = self.process.process.poll()
         if status is None or time.monotonic() < self._began + PAUSE:
             return
         told = f"server {self._number} ended with status {status}:"
         print(f"{told}\n{self.process.tail()}", flush=True)
-        self.process.stop()
-        self.process.log.unlink()
-        self._start(self.process.port)
+        self._end()
+        try:
+            self._start(self.process.port)
+        except OSError as error:
+            print(f"server {self._number} cannot be started: {error}", flush=True)
 
     def _start(self, port: int) -> None:
         self._began = time.monotonic()
-        self.process = ServerProcess(
+        process = ServerProcess(
             self._flags, port=port, environment=self._environment, timeout=START_SECONDS
         )
-        self._stack.callback(self.process.log.unlink, missing_ok=True)
-        self._stack.callback(self.process.stop)
-        self.process.start()
-        print(f"server {self._number}: {self.process.url}, log: {self.process.log}", flush=True)
+        try:
+            process.start()
+        except OSError:
+            process.log.unlink(missing_ok=True)
+            raise
+        self.process = process
+        print(f"server {self._number}: {process.url}, log: {process.log}", flush=True)
+
+    def _end(self) -> None:
+        self.process.stop()
+        self.process.log.unlink(missing_ok=True)
 
 
 def _devices(number: int, count: int, flags: Sequence[str]) -> list[str]:

@@ -31,7 +31,7 @@ class Follower:
     It reads a snapshot, then applies batches of events. Where a batch is missing, or the server
     started anew, it clears what the index has of the server and begins again. Where the server
     sends what it should not, it does so later and later, and the server is not reachable meanwhile.
-    The thread ends by `close` only.
+    What it publishes while nothing is read is not received. The thread ends by `close` only.
 
     applied, malformed, snapshots: batches applied, messages that were malformed, and snapshots
     read, since the start. error: why it was last out of step. load: how busy the server is.
@@ -73,15 +73,12 @@ class Follower:
         self._closed = threading.Event()
         self._doubt: Exception | None = None
         self._http = Asking(self.url, admin_key, patience)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVHWM, QUEUE)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_ANSWER)
-        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._endpoint, self._topic = endpoint, topic
         try:
-            self._socket.connect(endpoint)
+            self._socket = self._subscribed()
         except zmq.ZMQError:
-            self._give_back()
+            self._http.close()
+            self._index.forget(name)
             raise
         self._thread = threading.Thread(target=self._run, name=f"follow {name}", daemon=True)
         self._thread.start()
@@ -137,16 +134,36 @@ class Follower:
         self._http.close()
         self._index.forget(self.name)
 
+    def _subscribed(self) -> zmq.Socket[bytes]:
+        """A socket that receives what the server publishes. Raises zmq.ZMQError."""
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, QUEUE)
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_ANSWER)
+        socket.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
+        try:
+            socket.connect(self._endpoint)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        return socket
+
     def _attempt(self) -> None:
         """Follow the server until it is out of step, which raises an error, or `close`."""
+        if self._socket.closed:
+            self._socket = self._subscribed()
         try:
             self._read_snapshot()
             self._follow()
         finally:
             self._in_step = False
+            if not self._reader.epoch:  # no page came, and maybe none will for long
+                self._socket.close()
             self._reader.clear()
 
     def _on_error(self, said: str, is_away: bool, is_aside: bool) -> None:
+        if is_aside:
+            self._socket.close()
         self.error = said
         self.malformed += is_aside
         self._reachable &= not (is_away or is_aside)

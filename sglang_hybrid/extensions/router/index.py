@@ -56,9 +56,10 @@ class _Replica:
 class ReplicaIndex:
     """The prefixes of all replicas in radix trees: one for each tenant and size of block.
 
-    `store`, `remove` and `clear` follow the events of a replica, `resume` answers for a prompt. Any
-    thread may call any operation. A tree has an object for each stretch of tokens between two cuts,
-    not for each token.
+    `store`, `remove` and `clear` follow the events of a replica, from one thread. `resume` answers
+    for a prompt, from any thread; it waits for one node or one chain of blocks, not for all that a
+    replica gives up. A tree has an object for each stretch of tokens between two cuts, not for each
+    token.
     """
 
     def __init__(self) -> None:
@@ -134,20 +135,26 @@ class ReplicaIndex:
         hashes: chains of blocks, each from its top to its end, one chain after the other; the end
         of each was the last hash of a `store`. Unknown hashes are ignored.
         """
-        with self._lock:
-            one = self._replicas.get(replica)
-            left = len(hashes)
-            while one is not None and left:
-                node = one.ends.get(hashes[left - 1])
-                left = left - 1 if node is None else self._remove_chain(one, node, hashes, left)
+        one = self._replicas.get(replica)
+        left = len(hashes)
+        while one is not None and left:
+            node = one.ends.get(hashes[left - 1])
+            if node is None:
+                left -= 1
+                continue
+            with self._lock:
+                left = self._remove_chain(one, node, hashes, left)
 
     def clear(self, replica: str) -> None:
         """A replica holds nothing any more. It stays known."""
         with self._lock:
             one = self._add(replica)
+        while one.nodes:  # also those that a cut for another replica made meanwhile
             for node in list(one.nodes):
-                self._release(one, node)
-            one.block_size = 0
+                with self._lock:
+                    if node in one.nodes:
+                        self._release(one, node)
+        one.block_size = 0
 
     def forget(self, replica: str) -> None:
         """A replica is gone: `resume` does not answer for it any more."""

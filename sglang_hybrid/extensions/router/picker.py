@@ -231,9 +231,10 @@ def _is_normal(path: str) -> bool:
 
 
 async def serve(picker: Picker, address: str) -> grpc.aio.Server:
-    """Start to answer at `address` (host:port)."""
+    """Start to answer at `address` (host:port). Raises RuntimeError if it is in use."""
     most = ("grpc.max_receive_message_length", MOST_BODY + (2 << 20))
-    server = grpc.aio.server(options=[most])
+    alone = ("grpc.so_reuseport", 0)  # else a second picker there gets half of the requests
+    server = grpc.aio.server(options=[most, alone])
     add_ExternalProcessorServicer_to_server(picker, server)
     server.add_insecure_port(address)
     await server.start()

@@ -155,17 +155,23 @@ def test_a_master_that_does_not_answer_is_not_asked_for_a_while() -> None:
     assert store.info()["refused"] == ""
 
 
-def test_until_it_is_joined_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [Unreachable("no master"), TypeError("setup(): port is None")])
+def test_until_it_is_joined_nothing_is_there(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     monkeypatch.setattr(shared_store, "START_SECONDS", 0.01)
-    client, may_join = Client(), threading.Event()
+    client, may_join, asked = Client(), threading.Event(), threading.Semaphore(0)
 
     def join() -> Joined:
+        asked.release()
         if not may_join.is_set():
-            raise Unreachable("no master")
+            raise error
         return Joined(client, CONFIG)
 
     store = SharedStore(join, FACTS, "0-0-0", "s")
     assert get(store, "a") == [None] and not store.put("kv", ["a"], [page(1)])
+    assert asked.acquire(timeout=10) and asked.acquire(timeout=10)
+    assert store.info()["refused"] == str(error)
     may_join.set()
     store._joiner.join(10)
     assert store.put("kv", ["a"], [page(1)]) and get(store, "a") == [1]

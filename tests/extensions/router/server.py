@@ -84,6 +84,7 @@ class Server:
     def open_publisher(self) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # each subscription is told, and its end
         wait_until(self.bind)
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
@@ -100,6 +101,14 @@ class Server:
     def wait_for_subscriber(self) -> None:
         assert self.socket.poll(20_000), "nobody subscribed"
         assert self.socket.recv() == b"\x01"
+
+    def wait_for_another_subscriber(self) -> None:
+        """A subscription ends and another one begins, whichever is told first."""
+        told = []
+        while len(told) < 2:
+            assert self.socket.poll(20_000), f"of a subscription only {told} came"
+            told.append(self.socket.recv())
+        assert sorted(told) == [b"\x00", b"\x01"]
 
     def start_http(self) -> None:
         self.http = ThreadingHTTPServer(("127.0.0.1", self.http_port), handler(self))

@@ -7,15 +7,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import requests
 
+from sglang_hybrid.extensions.router import fleet
 from sglang_hybrid.extensions.router.fleet import check, envoy_command
-from sglang_hybrid.serving.server_process import free_port
+from sglang_hybrid.serving.server_process import ServerProcess, free_port
 from tests.extensions.router.server import Server, wait_until
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -36,6 +41,77 @@ def test_envoy_ends_with_the_process_that_starts_it_and_leaves_nothing() -> None
     launcher = [*command[:3], "1", sys.executable, "-c", "print('it runs')"]
     done = subprocess.run(launcher, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "the router has ended\n")
+
+
+@pytest.fixture
+def server_of_fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fleet._Server]:
+    """A server that ends at once, may be started again, and has its log in `tmp_path`."""
+    ends = [sys.executable, "-c", "print('it ran')"]
+    monkeypatch.setattr(fleet, "ServerProcess", partial(ServerProcess, program=ends))
+    monkeypatch.setattr(fleet, "PAUSE", 0.0)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ExitStack() as stack:
+        yield fleet._Server(0, 1, [], str(tmp_path), stack)
+    assert list(tmp_path.iterdir()) == []
+
+
+def started(server: fleet._Server) -> subprocess.Popen[bytes]:
+    """Its latest process, once that has ended."""
+    assert server.process.process is not None
+    server.process.process.wait(20)
+    return server.process.process
+
+
+def test_a_server_is_started_again_though_its_log_was_removed(
+    server_of_fleet: fleet._Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = started(server_of_fleet)
+    server_of_fleet.process.log.unlink()  # as programs that tidy up /tmp do
+    server_of_fleet.keep()
+    second = started(server_of_fleet)
+    assert second is not first
+    server_of_fleet.keep()
+    assert started(server_of_fleet) is not second
+    assert capsys.readouterr().out.count("it ran") == 1
+
+
+def test_a_server_that_cannot_be_started_now_is_started_later(
+    server_of_fleet: fleet._Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = started(server_of_fleet)
+    full = OSError("No space left on device")
+    for what in (f"{tempfile.__name__}.mkstemp", "subprocess.Popen"):
+        with monkeypatch.context() as now:
+            now.setattr(what, Mock(side_effect=full))
+            server_of_fleet.keep()
+    assert capsys.readouterr().out.count("server 0 cannot be started: No space left") == 2
+    server_of_fleet.keep()
+    assert started(server_of_fleet) is not first
+
+
+def test_a_long_log_is_not_read_as_a_whole(server_of_fleet: fleet._Server) -> None:
+    started(server_of_fleet)
+    with server_of_fleet.process.log.open("ab") as log:
+        log.truncate(1 << 40)
+        log.seek(0, os.SEEK_END)
+        log.write(b"\none\ntwo\n")
+    assert server_of_fleet.process.tail(2) == "one\ntwo"
+
+
+def test_what_has_the_number_of_a_server_that_ended_is_left_alone(
+    server_of_fleet: fleet._Server,
+) -> None:
+    process = started(server_of_fleet)
+    process.poll()
+    process.pid = os.getpid()  # as if it were given again
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        server_of_fleet.process.stop()
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+        other.kill()
 
 
 @pytest.fixture

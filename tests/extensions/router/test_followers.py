@@ -123,10 +123,24 @@ def test_a_malformed_batch_is_counted(server: Server, payload: bytes) -> None:
     with following(server) as (follower, index):
         server.send(0, payload)
         server.published = 1
+        server.wait_for_another_subscriber()
         wait_until(lambda: follower.is_in_step and follower.snapshots == 2)
         server.publish(stored([1, 2]))
         wait_until(lambda: position(index, 1, 2) == 2)
         assert follower.malformed == 1
+
+
+def test_what_is_published_is_not_kept_while_nothing_is_read(server: Server) -> None:
+    """A server that publishes for hours and has no snapshot would take all memory here."""
+    with following(server) as (follower, index):
+        server.send(0, b"\x00")
+        server.published = 1
+        server.wait_for_another_subscriber()
+        server.error, server.epoch = "none", "another"
+        server.wait_for_another_subscriber()
+        server.error, server.snapshot = "", [[stored([1, 2])]]
+        wait_until(lambda: follower.is_in_step)
+        assert position(index, 1, 2) == 2
 
 
 def test_a_message_of_other_frames_is_malformed(server: Server) -> None:
@@ -458,6 +472,22 @@ def test_servers_of_a_name_come_and_go(server: Server, other: Server) -> None:
         assert {*replicas.followers} == {other.url}
         now = set()
         wait_until(lambda: not replicas.followers and not replicas.errors)
+
+
+def test_a_server_of_two_names_is_followed_once_and_as_long_as_one_has_it(server: Server) -> None:
+    now = {"dns://blue:1": {server.url}, "dns://green:1": {server.url}}
+    with closing(
+        Replicas(
+            [*now, server.url], KEY, pause=PAUSE, patience=PATIENCE, resolve=lambda of: now[of]
+        )
+    ) as replicas:
+        wait_until(lambda: {*replicas.followers} == {server.url})
+        follower = replicas.followers[server.url]
+        now["dns://blue:1"] = set()
+        wait_until(lambda: not replicas._resolved["dns://blue:1"])
+        now["dns://green:1"] = {server.url + "0"}
+        wait_until(lambda: server.url + "0" in replicas.errors)
+        assert replicas.followers == {server.url: follower}
 
 
 def test_a_name_has_a_server_at_each_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from unittest.mock import MagicMock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -251,6 +254,19 @@ def test_several_chains_are_removed_at_once() -> None:
     index.remove("unknown", [1])
     index.remove("a", [1, 2])
     assert_is_empty(index)
+
+
+def test_a_prompt_does_not_wait_for_all_that_a_replica_gives_up() -> None:
+    lock = MagicMock(wraps=threading.Lock())
+    for give_up in (ReplicaIndex.clear, lambda index, one: index.remove(one, range(50))):
+        index = ReplicaIndex()
+        for token in range(50):
+            index.store("a", parent=None, hashes=[token], tokens=[token], block_size=1)
+        index._lock = lock
+        lock.reset_mock()
+        give_up(index, "a")
+        assert lock.__exit__.call_count >= 50
+        assert index.holdings("a").nodes == 0
 
 
 def test_a_chain_is_removed_across_blocks_that_were_removed_before() -> None:

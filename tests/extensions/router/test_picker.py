@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -603,6 +604,17 @@ def test_trailers_end_a_request_and_parts_of_an_answer_are_sent_on(server: Serve
     parts = [reply.response_body.response.body_mutation.streamed_response for reply in replies[4:]]
     assert b"".join(part.body for part in parts) == b'{"meta_info": {"cached_tokens": 0}}'
     assert [part.end_of_stream for part in parts] == [False, True]
+
+
+def test_a_second_picker_does_not_share_the_port_of_the_first() -> None:
+    async def two() -> None:
+        at = f"127.0.0.1:{free_port()}"
+        first = await serve(Picker(Mock()), at)
+        with pytest.raises(RuntimeError, match="bind"):
+            await serve(Picker(Mock()), at)
+        await first.stop(0)
+
+    asyncio.run(two())
 
 
 def test_metrics_tell_what_became_of_requests(
