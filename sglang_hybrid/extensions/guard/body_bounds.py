@@ -59,6 +59,11 @@ IN_MEMORY = 256 << 20
 MUCH = 64 << 20
 """Bytes of bodies after which their memory goes back to the kernel once there are none."""
 
+FORM = b"--"
+"""The beginning of a form in parts, with pictures or sound, and of no JSON. The type that a client
+names does not count: some routes read JSON whatever it is.
+"""
+
 UNBOUNDED = frozenset(
     (
         "/add_external_corpus",
@@ -145,10 +150,8 @@ class _Reader:
     def __init__(
         self, scope: Scope, receive: Receive, turns: BodyTurns, waiting: WaitingBodies
     ) -> None:
-        headers = dict(scope["headers"])
-        announced = headers.get(b"content-length", b"")
+        announced = dict(scope["headers"]).get(b"content-length", b"")
         self._size = int(announced[:18]) if announced.isdigit() else 0
-        self._form = b"multipart/" in headers.get(b"content-type", b"")
         self._receive = receive
         self._turns = turns
         self._waiting = waiting
@@ -235,7 +238,7 @@ class _Reader:
         body = b"".join(self._parts)
         self._parts.clear()
         set_long(len(body) >= LONG)
-        if not self._form and may_be_deep(body):
+        if not body.startswith(FORM) and may_be_deep(body):
             shape = await in_thread_if_long(json_shape, body)
             try:
                 shape.check()

@@ -108,5 +108,8 @@ def test_a_body_that_is_nested_too_deep_is_refused(client: TestClient, size: int
     answer = client.post("/size", content=body)
     assert answer.status_code == 400
     assert answer.json()["detail"].startswith("the body is nested 900 deep; it may be")
-    form = {"content-type": "multipart/form-data; boundary=x"}  # a picture is no JSON
-    assert client.post("/size", content=body, headers=form).json()["bytes"] == len(body)
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    for headers in (form, {"content-type": "application/json; x=multipart/"}):
+        assert client.post("/size", content=body, headers=headers).status_code == 400
+    parts = b"--x\r\n\r\n" + body + b"\r\n--x--"  # a picture is no JSON
+    assert client.post("/size", content=parts, headers=form).json()["bytes"] == len(parts)
