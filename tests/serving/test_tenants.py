@@ -286,6 +286,9 @@ def test_a_request_without_a_tenant_is_refused_where_one_is_required(
     with pytest.raises(ValueError, match="names no tenant"):
         put_tenant(GenerateReqInput(text=["x", "y"], cache_salt=["a", ""]), http())
     put(http(path="/health_generate"))
+    below = http(path="/api/health_generate")  # with --fastapi-root-path /api
+    below.scope["root_path"] = "/api"
+    put(below)
     put(http({"cache_salt": "s"}))
     put(http(headers=own_headers()))
     put_tenant(prompt(), None)  # of an engine

@@ -20,6 +20,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from fastapi import HTTPException
+from starlette._utils import get_route_path
 
 from sglang_hybrid.extensions.guard.texts import most_text_bytes
 from sglang_hybrid.serving.requests.bodies import json_shape, may_be_deep
@@ -94,7 +95,7 @@ class BodyBounds:
             await self._app(scope, receive, send)
             return
         reader = _Reader(scope, receive, self._turns, self._waiting)
-        is_bounded = scope["path"] not in UNBOUNDED
+        is_bounded = get_route_path(scope) not in UNBOUNDED
         try:
             await self._app(scope, reader.receive if is_bounded else reader.receive_part, send)
         finally:

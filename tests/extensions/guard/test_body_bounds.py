@@ -98,8 +98,11 @@ def test_a_body_is_refused_by_what_it_announces(client: TestClient) -> None:
 
 
 def test_weights_are_not_bounded(client: TestClient) -> None:
-    answer = client.post("/update_weights_from_tensor", content=b"x" * (MOST + 1))
-    assert answer.json() == {"bytes": MOST + 1}
+    for root in ("", "/api"):  # of --fastapi-root-path
+        path = f"{root}/update_weights_from_tensor"
+        with TestClient(client.app, root_path=root) as below:
+            answer = below.post(path, content=b"x" * (MOST + 1))
+        assert answer.json() == {"bytes": MOST + 1}
 
 
 @pytest.mark.parametrize("size", [0, LONG])
