@@ -28,6 +28,7 @@ from sglang_hybrid.serving.http_tenants import (
     serve_for,
     tenant_fields,
 )
+from sglang_hybrid.serving.requests import ids
 from sglang_hybrid.serving.requests.checks import normalize
 from sglang_hybrid.serving.requests.ids import (
     MOST_SESSIONS,
@@ -434,6 +435,16 @@ def test_a_payer_has_a_bounded_number_of_sessions(key: str) -> None:
         with pytest.raises(ValueError, match="1,024 sessions that a tenant may have"):
             opened(manager, salt, "one more", key)
     opened(manager, "salt 1", "one more", "another key")
+    assert not has_too_many(manager.sessions, "an engine's own")
+
+
+def test_all_payers_have_a_bounded_number_of_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ids, "MOST_SESSIONS_OF_ALL", 3)
+    manager = Manager()
+    for key in "abc":
+        opened(manager, "", "s", key)
+    with pytest.raises(ValueError, match="or the 3 of all tenants, are"):
+        opened(manager, "", "s", "d")
     assert not has_too_many(manager.sessions, "an engine's own")
 
 
