@@ -160,6 +160,7 @@ class _Reader:
         self._latest = self._loop.time() + WHOLE
         self._timeout = asyncio.timeout(None)
         self._late = ""
+        self._gave_way = False
         self._parts: list[bytes] = []
         self._received = 0
         self._done = False
@@ -207,7 +208,9 @@ class _Reader:
         self._late = late
         try:
             async with asyncio.timeout_at(when) as self._timeout:
-                return await step
+                done = await step
+            if not self._gave_way:  # in the moment in which its next part came
+                return done
         except TimeoutError:
             self.forget()
         await _refuse(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive: {self._late}.")
@@ -216,7 +219,9 @@ class _Reader:
         """Refuse the body, whose next part is awaited, for the sake of others."""
         self.forget()
         self._late = "other bodies needed its memory, and it had waited longest for its next part"
-        self._timeout.reschedule(self._loop.time())
+        self._gave_way = True
+        if not self._timeout.expired():
+            self._timeout.reschedule(self._loop.time())
 
     def forget(self) -> None:
         """Free the memory of what was read."""
