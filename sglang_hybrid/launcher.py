@@ -42,6 +42,7 @@ Takes every flag of SGLang. Without --model-path it serves the embedded default 
 accelerator it serves on the CPU.
 """
 USAGE_ERROR = 2
+CONFIG = "--config"
 LONGEST_CONFIG = 1 << 16
 """Bytes of a file of flags."""
 INTERRUPTED = 128 + signal.SIGINT
@@ -112,7 +113,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     load_plugins()
     parser = _parser()
     ServerArgs.add_cli_args(parser)
-    if "--config" in argv:
+    if CONFIG in argv:
         from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
         try:
@@ -192,10 +193,17 @@ def _check_early(argv: Sequence[str]) -> None:
     unknown = command_line.misspelt(argv, ours, command_line.sglang_flags())
     if unknown:
         early.error(f"unrecognized arguments: {unknown}")
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        if name in ("--conf", "--confi") or (name == CONFIG and equals):
+            raise StartupError(
+                f"{word}: SGLang reads no file that is named so, and would leave out its flags; "
+                f"write {CONFIG} FILE, the flag in full and the file as the next word."
+            )
     command_line.add_checked_flags(early)
     early.allow_abbrev = True  # SGLang's parser, which knows more flags, may still refuse it
-    if "--config" in argv:  # SGLang reads that file, and it may name the model
-        _check_config(argv[argv.index("--config") + 1 :])
+    if CONFIG in argv:  # SGLang reads that file, and it may name the model
+        _check_config(argv[argv.index(CONFIG) + 1 :])
         return
     argv = _with_default_model(list(argv))[0]
     flags = early.parse_known_args(argv)[0]

@@ -206,8 +206,8 @@ def _marked(request: Any) -> list[tuple[Path, CacheControl]]:
         for path, block in _blocks(request)
         if getattr(block, "cache_control", None) is not None
     ]
-    if request.cache_control is not None:
-        last = _last(request)
+    last = None if request.cache_control is None else _last(request)
+    if last is not None:
         marked = dict(found).get(last)
         if marked is not None and marked.ttl != request.cache_control.ttl:
             raise ValueError(
@@ -237,12 +237,16 @@ def _of_list(path: Path, blocks: Sequence[Any]) -> Iterator[tuple[Path, Any]]:
         yield (*path, index), block
 
 
-def _last(request: Any) -> Path:
-    """The last block, or the string that is a message's whole content."""
+def _last(request: Any) -> Path | None:
+    """The last block, or the string that is a message's whole content; None if the last message has
+    neither.
+    """
     last = len(request.messages) - 1
-    content = request.messages[last].content
+    content = request.messages[last].content if request.messages else ()
     path = ("messages", last, "content")
-    return path if isinstance(content, str) else (*path, len(content) - 1)
+    if isinstance(content, str):
+        return path
+    return (*path, len(content) - 1) if content else None
 
 
 def _marked_block(request: Any, path: Path, ttl: str) -> MarkedBlock:
@@ -280,10 +284,10 @@ def _continue(block: Any) -> None:
     elif isinstance(content, str):
         block.content = content + MARK
     elif isinstance(content, list) and content:
-        if isinstance(content[-1], dict):
-            content[-1]["text"] = content[-1].get("text", "") + MARK
-        else:
+        if not isinstance(content[-1], dict):
             _continue(content[-1])
+        elif isinstance(text := content[-1].get("text", ""), str):
+            content[-1]["text"] = text + MARK
 
 
 def _at(request: Any, path: Sequence[Any]) -> Any:

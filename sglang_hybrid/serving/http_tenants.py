@@ -15,6 +15,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from starlette._utils import get_route_path
+
 from sglang_hybrid.serving import headers
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED
@@ -152,7 +154,7 @@ def _check_named(request: Any, http: Request) -> None:
     """
     said = [getattr(request, name, None) for name in FIELDS]
     named = any(all(value) if isinstance(value, list) else value for value in said)
-    path = getattr(http, "scope", {}).get("path", "")
+    path = get_route_path(getattr(http, "scope", {"path": ""}))
     if named or REQUIRED not in _sources() or path.startswith("/health"):
         return
     key = ", or an API key" if API_KEY in _sources() else ""

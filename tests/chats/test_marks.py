@@ -52,6 +52,20 @@ def test_blocks_are_found_in_the_order_of_the_prompt() -> None:
     assert asked.system[0].text == "Rules"  # type: ignore[union-attr, index]
 
 
+def test_a_mark_of_a_request_without_a_last_block_marks_nothing() -> None:
+    for messages in ([], [{"role": "user", "content": []}]):
+        asked = request(messages=messages, cache_control=MARKED)
+        anthropic.check(asked)
+        assert anthropic.marked_blocks(asked) == []
+
+
+@pytest.mark.parametrize("text", [None, 5, ["a"]])
+def test_a_found_document_without_a_text_is_not_continued(text: Any) -> None:
+    found = {"type": "search_result", "content": [{"text": text}], "cache_control": MARKED}
+    (block,) = anthropic.marked_blocks(request(messages=[{"role": "user", "content": [found]}]))
+    assert block.variants[0].messages[0].content[0].content == [{"text": text}]
+
+
 def test_a_mark_of_the_request_is_one_of_its_last_block() -> None:
     (block,) = anthropic.marked_blocks(request(cache_control=MARKED))
     assert block.variants[0].messages[0].content == "Hello" + MARK and not block.open_ended

@@ -90,6 +90,19 @@ def test_a_file_of_flags_is_left_to_sglang(tmp_path: Path) -> None:
     launcher._check_early(["--config", str(flags)])
 
 
+@pytest.mark.parametrize("word", ["--config=", "--conf=", "--confi"])
+def test_a_file_of_flags_that_sglang_would_not_read(word: str, tmp_path: Path) -> None:
+    """A server whose key is in that file would start without one."""
+    flags = tmp_path / "flags.yaml"
+    flags.write_text("api-key: secret\n")
+    given = [f"{word}{flags}"] if "=" in word else [word, str(flags)]
+    for before in ([], ["--config", str(flags)]):
+        with pytest.raises(
+            StartupError, match=r"^--conf\S*: SGLang reads no file .* --config FILE"
+        ):
+            launcher._check_early([*before, *given])
+
+
 @pytest.mark.parametrize("content", [None, "a: [1,\n", "\0", "[" * 50_000, "9" * 5_000])
 def test_a_file_of_flags_that_cannot_be_read(content: str | None, tmp_path: Path) -> None:
     flags = tmp_path / "flags.yaml"

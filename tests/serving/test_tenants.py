@@ -28,6 +28,7 @@ from sglang_hybrid.serving.http_tenants import (
     serve_for,
     tenant_fields,
 )
+from sglang_hybrid.serving.requests import ids
 from sglang_hybrid.serving.requests.checks import normalize
 from sglang_hybrid.serving.requests.ids import (
     MOST_SESSIONS,
@@ -286,6 +287,9 @@ def test_a_request_without_a_tenant_is_refused_where_one_is_required(
     with pytest.raises(ValueError, match="names no tenant"):
         put_tenant(GenerateReqInput(text=["x", "y"], cache_salt=["a", ""]), http())
     put(http(path="/health_generate"))
+    below = http(path="/api/health_generate")  # with --fastapi-root-path /api
+    below.scope["root_path"] = "/api"
+    put(below)
     put(http({"cache_salt": "s"}))
     put(http(headers=own_headers()))
     put_tenant(prompt(), None)  # of an engine
@@ -431,6 +435,16 @@ def test_a_payer_has_a_bounded_number_of_sessions(key: str) -> None:
         with pytest.raises(ValueError, match="1,024 sessions that a tenant may have"):
             opened(manager, salt, "one more", key)
     opened(manager, "salt 1", "one more", "another key")
+    assert not has_too_many(manager.sessions, "an engine's own")
+
+
+def test_all_payers_have_a_bounded_number_of_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ids, "MOST_SESSIONS_OF_ALL", 3)
+    manager = Manager()
+    for key in "abc":
+        opened(manager, "", "s", key)
+    with pytest.raises(ValueError, match="or the 3 of all tenants, are"):
+        opened(manager, "", "s", "d")
     assert not has_too_many(manager.sessions, "an engine's own")
 
 

@@ -20,6 +20,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from fastapi import HTTPException
+from starlette._utils import get_route_path
 
 from sglang_hybrid.extensions.guard.texts import most_text_bytes
 from sglang_hybrid.serving.requests.bodies import json_shape, may_be_deep
@@ -59,6 +60,11 @@ IN_MEMORY = 256 << 20
 MUCH = 64 << 20
 """Bytes of bodies after which their memory goes back to the kernel once there are none."""
 
+FORM = b"--"
+"""The beginning of a form in parts, with pictures or sound, and of no JSON. The type that a client
+names does not count: some routes read JSON whatever it is.
+"""
+
 UNBOUNDED = frozenset(
     (
         "/add_external_corpus",
@@ -89,7 +95,7 @@ class BodyBounds:
             await self._app(scope, receive, send)
             return
         reader = _Reader(scope, receive, self._turns, self._waiting)
-        is_bounded = scope["path"] not in UNBOUNDED
+        is_bounded = get_route_path(scope) not in UNBOUNDED
         try:
             await self._app(scope, reader.receive if is_bounded else reader.receive_part, send)
         finally:
@@ -145,10 +151,8 @@ class _Reader:
     def __init__(
         self, scope: Scope, receive: Receive, turns: BodyTurns, waiting: WaitingBodies
     ) -> None:
-        headers = dict(scope["headers"])
-        announced = headers.get(b"content-length", b"")
+        announced = dict(scope["headers"]).get(b"content-length", b"")
         self._size = int(announced[:18]) if announced.isdigit() else 0
-        self._form = b"multipart/" in headers.get(b"content-type", b"")
         self._receive = receive
         self._turns = turns
         self._waiting = waiting
@@ -156,6 +160,7 @@ class _Reader:
         self._latest = self._loop.time() + WHOLE
         self._timeout = asyncio.timeout(None)
         self._late = ""
+        self._gave_way = False
         self._parts: list[bytes] = []
         self._received = 0
         self._done = False
@@ -203,7 +208,9 @@ class _Reader:
         self._late = late
         try:
             async with asyncio.timeout_at(when) as self._timeout:
-                return await step
+                done = await step
+            if not self._gave_way:  # in the moment in which its next part came
+                return done
         except TimeoutError:
             self.forget()
         await _refuse(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive: {self._late}.")
@@ -212,7 +219,9 @@ class _Reader:
         """Refuse the body, whose next part is awaited, for the sake of others."""
         self.forget()
         self._late = "other bodies needed its memory, and it had waited longest for its next part"
-        self._timeout.reschedule(self._loop.time())
+        self._gave_way = True
+        if not self._timeout.expired():
+            self._timeout.reschedule(self._loop.time())
 
     def forget(self) -> None:
         """Free the memory of what was read."""
@@ -235,7 +244,7 @@ class _Reader:
         body = b"".join(self._parts)
         self._parts.clear()
         set_long(len(body) >= LONG)
-        if not self._form and may_be_deep(body):
+        if not body.startswith(FORM) and may_be_deep(body):
             shape = await in_thread_if_long(json_shape, body)
             try:
                 shape.check()

@@ -65,6 +65,11 @@ RANGES: Mapping[str, tuple[int, int]] = {
 }
 """Bounds of numbers of a request, beside what SGLang itself checks (tokenizer_manager.py)."""
 
+MOST_ANSWERS = 1 << 14
+"""Prompts of one HTTP request, times the samples of each (`n`). SGLang makes a request of each
+before it looks at any, and serves nothing else meanwhile: so many take 30 MB and a second or more.
+"""
+
 MEDIA = ("image_data", "video_data", "audio_data")
 
 PROCESSED = ("processor_output", "precomputed_embedding")
@@ -95,7 +100,12 @@ def normalize(
     cache_normalizes: Callable[[Request, fastapi.Request | None], None],
 ) -> None:
     """`cache_normalizes` with the same arguments; its mistakes are ValueErrors here."""
-    _samples(request.sampling_params)
+    samples = _samples(request.sampling_params)
+    if http is not None and (answers := samples * _prompts(request)) > MOST_ANSWERS:
+        raise ValueError(
+            f"the request asks for {answers:,} answers, to all prompts and samples of them; it may "
+            f"ask for {MOST_ANSWERS:,} at most. Send several requests."
+        )
     for key, value in (getattr(request, "external_trace_header", None) or {}).items():
         if not isinstance(value, str):
             raise ValueError(
@@ -293,8 +303,22 @@ def _reads_videos() -> bool:
     return found["torchvision"] is not None and any(map(found.get, DECODERS))
 
 
-def _samples(params: object) -> None:
-    """`n`, which SGLang multiplies the prompts by before it looks at anything else."""
+def _prompts(request: Request) -> int:
+    """The number of prompts of a request that SGLang has not normalized."""
+    text, ids = request.text, request.input_ids
+    rows: Any = getattr(request, "input_embeds", None)
+    if isinstance(text, list):
+        return len(text)
+    if ids and isinstance(ids[0], list):
+        return len(ids)
+    return len(rows) if rows and rows[0] and isinstance(rows[0][0], list) else 1
+
+
+def _samples(params: object) -> int:
+    """The most answers to each prompt (`n`), by which SGLang multiplies the prompts before it looks
+    at anything else.
+    """
+    most = 1
     for one in params if isinstance(params, list) else [params]:
         if one is None:
             continue
@@ -307,6 +331,8 @@ def _samples(params: object) -> None:
             raise ValueError(f"sampling_params.n is {shown(count)}; it must be an int.")
         else:
             fields.within("sampling_params.n", count, *parameters.RANGES["n"])
+            most = max(most, count)
+    return most
 
 
 def _check_logprobs(manager: TokenizerManager, request: GenerateReqInput, prompt: int) -> None:

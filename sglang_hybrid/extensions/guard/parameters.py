@@ -45,6 +45,17 @@ RANGES: Mapping[str, tuple[float, float]] = {
 """Bounds of sampling parameters, beside what SGLang itself checks (sampling_params.py, `verify`).
 """
 
+MOST_STOPS = 32
+"""Texts, and patterns, that end an answer; SGLang has the same bound, behind these checks, which
+compile the patterns.
+"""
+
+LONGEST_STOP = 1_024
+"""Characters of a text that ends an answer: each step looks for each beginning of it."""
+
+LONGEST_PATTERN = 256
+"""Characters of a pattern that ends an answer; in SGLang, bytes."""
+
 GRAMMARS = ("json_schema", "structural_tag", "regex", "ebnf")
 """Sampling parameters that are compiled."""
 
@@ -115,12 +126,25 @@ def sampling_params(
             )
         if not abs(bias) <= LARGEST_BIAS:
             within(f"sampling_params.logit_bias[{token!r}]", bias, -LARGEST_BIAS, LARGEST_BIAS)
-    patterns = params.get("stop_regex") or ()
-    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+    stops("sampling_params.stop", params.get("stop"), LONGEST_STOP)
+    for pattern in stops("sampling_params.stop_regex", params.get("stop_regex"), LONGEST_PATTERN):
         check_pattern("sampling_params.stop_regex", pattern)
     for field in GRAMMARS:
         if text := params.get(field):
             grammar(field, text)
+
+
+def stops(field: str, given: str | Sequence[str] | None, longest: int) -> Sequence[str]:
+    """The texts or patterns that end an answer: few, and of `longest` characters at most."""
+    listed = (given,) if isinstance(given, str) else given or ()
+    if len(listed) > MOST_STOPS:
+        raise ValueError(f"{field} has {len(listed):,} items; it may have {MOST_STOPS} at most.")
+    for at, one in enumerate(listed):
+        if len(one) > longest:
+            raise ValueError(
+                f"{field}[{at}] has {len(one):,} characters; it may have {longest:,} at most."
+            )
+    return listed
 
 
 def typed(field: str, value: object, schema: type[msgspec.Struct]) -> None:

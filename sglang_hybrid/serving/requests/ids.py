@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 MOST_SESSIONS = 1_024
 """Open sessions of one payer (`core/records/shares.py`)."""
+
+MOST_SESSIONS_OF_ALL = 1 << 14
+"""Open sessions of all payers: a client may name any number of them, and a scheduler looks at each
+session to count those of one.
+"""
 
 NOBODY = "-"
 """The name of no payer and of no tenant."""
@@ -51,8 +56,8 @@ async def open_session(
     if await manager.open_session(asked, http) is None:
         raise ValueError(
             f"the session {known_as[:80]!r} cannot be opened: one of this id is open, or the "
-            f"{MOST_SESSIONS:,} sessions that a tenant may have are. Close it or others, or open "
-            "sessions with a timeout."
+            f"{MOST_SESSIONS:,} sessions that a tenant may have, or the {MOST_SESSIONS_OF_ALL:,} "
+            "of all tenants, are. Close it or others, or open sessions with a timeout."
         )
     return known_as
 
@@ -148,13 +153,15 @@ def refuse_used_ids(known: Container[str], rid: str | list[str]) -> None:
             )
 
 
-def has_too_many(sessions: Iterable[str], session_id: str) -> bool:
-    """True if the payer that a session would belong to has as many as it may; an engine's user may
-    have any number.
+def has_too_many(sessions: Collection[str], session_id: str) -> bool:
+    """True if the payer that a session would belong to has as many as it may, or all payers have;
+    an engine's user may have any number.
     """
     own = _OWNER.search(session_id)
     if own is None:
         return False
+    if len(sessions) >= MOST_SESSIONS_OF_ALL:
+        return True
     owners = (_OWNER.search(other) for other in sessions)
     held = [owner for owner in owners if owner is not None and owner["payer"] == own["payer"]]
     return len(held) >= MOST_SESSIONS

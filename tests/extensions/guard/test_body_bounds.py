@@ -98,8 +98,11 @@ def test_a_body_is_refused_by_what_it_announces(client: TestClient) -> None:
 
 
 def test_weights_are_not_bounded(client: TestClient) -> None:
-    answer = client.post("/update_weights_from_tensor", content=b"x" * (MOST + 1))
-    assert answer.json() == {"bytes": MOST + 1}
+    for root in ("", "/api"):  # of --fastapi-root-path
+        path = f"{root}/update_weights_from_tensor"
+        with TestClient(client.app, root_path=root) as below:
+            answer = below.post(path, content=b"x" * (MOST + 1))
+        assert answer.json() == {"bytes": MOST + 1}
 
 
 @pytest.mark.parametrize("size", [0, LONG])
@@ -108,5 +111,8 @@ def test_a_body_that_is_nested_too_deep_is_refused(client: TestClient, size: int
     answer = client.post("/size", content=body)
     assert answer.status_code == 400
     assert answer.json()["detail"].startswith("the body is nested 900 deep; it may be")
-    form = {"content-type": "multipart/form-data; boundary=x"}  # a picture is no JSON
-    assert client.post("/size", content=body, headers=form).json()["bytes"] == len(body)
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    for headers in (form, {"content-type": "application/json; x=multipart/"}):
+        assert client.post("/size", content=body, headers=headers).status_code == 400
+    parts = b"--x\r\n\r\n" + body + b"\r\n--x--"  # a picture is no JSON
+    assert client.post("/size", content=parts, headers=form).json()["bytes"] == len(parts)

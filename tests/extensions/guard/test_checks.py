@@ -1,4 +1,4 @@
-"""Media of requests that come over HTTP."""
+"""Media of requests that come over HTTP, and how many answers one may ask for."""
 
 from __future__ import annotations
 
@@ -18,6 +18,33 @@ OVER_HTTP: Any = object()
 def normalized(http: Any = OVER_HTTP, **media: Any) -> None:
     request = GenerateReqInput(text="a", sampling_params={}, **media)
     checks.normalize(request, http, lambda given, _: given.normalize_batch_and_arguments())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params"),
+    [
+        ({"text": ["a"] * 16}, {"n": 1_024}),
+        ({"input_ids": [[]] * 16}, [{"n": 1}, {"n": 1_024}]),
+        ({"input_embeds": [[[0.5]]] * 16_384}, {}),
+    ],
+)
+def test_a_request_asks_for_a_bounded_number_of_answers(
+    prompts: dict[str, Any], params: Any
+) -> None:
+    """Nothing is made of them before they are counted."""
+
+    def taken(*_: Any) -> None:
+        raise KeyError("taken")
+
+    def ask(http: Any, prompts: dict[str, Any]) -> None:
+        checks.normalize(GenerateReqInput(sampling_params=params, **prompts), http, taken)
+
+    more = {name: [*given, given[0]] for name, given in prompts.items()}
+    for http, few in ((OVER_HTTP, prompts), (None, more)):
+        with pytest.raises(ValueError, match="taken"):
+            ask(http, few)
+    with pytest.raises(ValueError, match=r"asks for 1\d,\d{3} answers.* 16,384 at most"):
+        ask(OVER_HTTP, more)
 
 
 @pytest.mark.parametrize("field", ["image_data", "audio_data"])

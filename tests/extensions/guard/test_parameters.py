@@ -84,6 +84,10 @@ def test_sampling_parameters_that_are_right(params: dict[str, Any]) -> None:
         ({"repetition_penalty": 1e-30}, "it must be from 0.001 to 2."),
         ({"stream_interval": 0}, "sampling_params.stream_interval is 0; it must be from 1 to"),
         ({"json_schema": "[" * 65}, "sampling_params.json_schema is nested 65 deep; it may be 64"),
+        ({"stop": "a" * 1_025}, "stop[0] has 1,025 characters; it may have 1,024 at most."),
+        ({"stop": ["a"] * 33}, "sampling_params.stop has 33 items; it may have 32 at most."),
+        ({"stop_regex": ["(", "a" * 257]}, "stop_regex[1] has 257 characters; it may have 256"),
+        ({"stop_regex": ["("] * 33}, "sampling_params.stop_regex has 33 items; it may have 32"),
         ({"stop_regex": ["a", "("]}, "sampling_params.stop_regex is '(', which is no regular"),
     ],
 )

@@ -71,6 +71,22 @@ def run(story: Callable[[BodyBounds], Awaitable[None]]) -> None:
     asyncio.run(told())
 
 
+def test_a_body_that_gives_way_as_its_next_part_comes_is_not_read_without_the_others() -> None:
+    async def story(bounds: BodyBounds) -> None:
+        slow, other = Client(bounds), Client(bounds)
+        await slow.send(b"x" * 6 * LONG)
+        for client, part in ((other, b"x" * 5 * LONG), (slow, b"x")):
+            said = {"type": "http.request", "body": part, "more_body": client is other}
+            client._parts.put_nowait(said)
+        await slow.task
+        assert slow.got[0] == 408 and "other bodies needed its memory" in slow.got[1]
+        await other.send(b"", more=False)
+        await other.task
+        assert other.got == (200, 5 * LONG)
+
+    run(story)
+
+
 def test_a_body_that_comes_in_parts_is_read_as_one() -> None:
     async def story(bounds: BodyBounds) -> None:
         client = Client(bounds)

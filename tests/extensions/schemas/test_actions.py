@@ -131,6 +131,17 @@ def test_a_slow_rate_holds_up_no_others_prompts() -> None:
     assert it.now < 10
 
 
+def test_a_rate_is_remembered_for_a_day_at_most() -> None:
+    """A client may name any payer, and any rate above 0: none stays for ever."""
+    it = Steps(busy=1_000)
+    for payer in "abc":
+        asyncio.run(it.turns.take(100, 5e-324, payer=payer))
+    assert len(it.turns._due) == 3
+    it.now += 86_400
+    asyncio.run(it.turns.take(100, 1.0, payer="a"))
+    assert list(it.turns._due) == ["a"]
+
+
 def test_a_client_that_goes_away_waits_no_more() -> None:
     async def gone() -> bool:
         return True

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from sglang_hybrid.extensions.schemas.declared import budget as budget_module
 from sglang_hybrid.extensions.schemas.declared.budget import (
     best_prefixes,
     cost,
@@ -104,3 +105,12 @@ def test_a_node_is_reached_by_its_imports() -> None:
         Import("a", {}, (Import("b"),)),
         Import("c"),
     )
+
+
+def test_what_takes_too_long_to_choose_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = "".join(f"<module name='m{at}'>text {at}</module>" for at in range(12))
+    root = prefix_tree(read_schema(f"<schema name='s'>{modules}</schema>"), len, {}, 0)
+    assert best_prefixes(root, 10_000, 10, 1).nodes
+    monkeypatch.setattr(budget_module, "MOST_STEPS", 100)
+    with pytest.raises(ValueError, match="so many choices one after another"):
+        best_prefixes(root, 10_000, 10, 1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sglang_hybrid.extensions.schemas.declared import tokens
 from sglang_hybrid.extensions.schemas.declared.modular import Layout, modular, prepared_segments
 from sglang_hybrid.extensions.schemas.declared.resolve import read_prompt, resolve
 from sglang_hybrid.extensions.schemas.declared.schema import read_schema
@@ -29,6 +30,27 @@ class Letters:
 @pytest.fixture
 def tokenizer() -> PromptTokenizer:
     return PromptTokenizer(Letters())
+
+
+def test_tokens_of_the_latest_texts_are_kept_within_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokens, "MOST_BYTES", 10_000)
+    encoded: list[str] = []
+
+    class Counting(Letters):
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, Any]:
+            encoded.append(text)
+            return super().__call__(text, add_special_tokens)
+
+    tokenizer = PromptTokenizer(Counting())
+    assert tokenizer.stored_ids("ab") == tokenizer.stored_ids("ab") == (97, 98)
+    assert encoded == ["ab"]
+    for value in range(1_000):
+        assert tokenizer.length(f"{value:03}" * 100) == 300
+    assert tokenizer._kept.bytes <= 10_000
+    assert tokenizer.length("999" * 100) == 300 and len(encoded) == 1_001
+    assert tokenizer.length("ab") == 2 and encoded[-1] == "ab"
 
 
 def put_together(

@@ -67,6 +67,18 @@ def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kept.register(A, schema("one"))
 
 
+def test_the_number_of_all_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MOST_OF_ALL", 2)
+    kept = Registry(NO_TOKENIZER)
+    kept.register(A, schema("one"))
+    kept.register(B, schema("one"))
+    with pytest.raises(ValueError, match="all tenants together may have 2 schemas, and they do"):
+        kept.register(tenant("c", None), schema("one"))
+    kept.register(A, schema("one", 60))
+    kept.delete(B, "one")
+    kept.register(tenant("c", None), schema("one"))
+
+
 def test_salts_of_one_client_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MOST_SCHEMAS", 2)
     kept = Registry(NO_TOKENIZER)

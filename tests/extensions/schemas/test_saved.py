@@ -209,6 +209,15 @@ def test_bytes_of_tenants_that_have_not_come_yet_count(
     again.register(B, schema("two", "x" * 100))
 
 
+def test_schemas_of_tenants_that_have_not_come_yet_count(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start().register(A, schema("one"))
+    monkeypatch.setattr(registry_module, "MOST_OF_ALL", 1)
+    with pytest.raises(ValueError, match="all tenants together may have 1 schemas"):
+        start().register(B, schema("two"))
+
+
 def test_room_for_objects_is_never_made_of_schemas(start: Start, folder: Path) -> None:
     start().register(A, schema("one"))
     start()._saved.close()  # type: ignore[union-attr]

@@ -23,6 +23,11 @@ Values = npt.NDArray[np.float64]
 MOST_UNITS = 1_000
 """Into which a budget is divided; costs are rounded up to whole units."""
 
+MOST_STEPS = 4_000_000
+"""In which values are put together, about 20 seconds on two busy cores. The time grows with about
+the fifth power of the number of modules that a prompt may leave out.
+"""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -36,7 +41,9 @@ class Plan:
 
 
 def best_prefixes(root: PrefixNode, budget: int, state_bytes: int, kv_bytes_per_token: int) -> Plan:
-    """The best prefixes of the tree to hold within `budget` bytes."""
+    """The best prefixes of the tree to hold within `budget` bytes. Raises ValueError if they take
+    too long to choose.
+    """
     unit = max(1, -(-budget // MOST_UNITS))
     chosen = _Chooser(budget // unit, unit, state_bytes, kv_bytes_per_token).choose(root)
     return Plan(chosen, saved(chosen), cost(chosen, state_bytes, kv_bytes_per_token))
@@ -76,6 +83,7 @@ class _Chooser:
         self._unit = unit
         self._state = self._units_of(state_bytes)
         self._kv = kv_bytes_per_token
+        self._steps = 0
         self._below: dict[tuple[int, int], list[Values]] = {}
         self._ends: dict[tuple[int, int, int], tuple[Values, Values]] = {}
 
@@ -145,6 +153,12 @@ class _Chooser:
         size = min(len(one) + len(other) - 1, self._units + 1)
         best = np.full(size, -np.inf)
         short, long = (one, other) if len(one) < len(other) else (other, one)
+        self._steps += len(short)
+        if self._steps > MOST_STEPS:
+            raise ValueError(
+                "the schema has so many choices one after another that the best of its prefixes "
+                "take too long to find; give mode modular, or divide it into several schemas."
+            )
         for spent in np.flatnonzero(short[:size] > -np.inf).tolist():
             end = min(size, spent + len(long))
             np.maximum(best[spent:end], short[spent] + long[: end - spent], out=best[spent:end])

@@ -35,6 +35,11 @@ MOST_TENANT_BYTES = 8 << 20
 MOST_BYTES = 64 << 20
 """Of all schemas of a server."""
 
+MOST_OF_ALL = 1 << 14
+"""Schemas of a server: the smallest one takes more memory than its bytes, and a new one is compared
+with the bounds by looking at each.
+"""
+
 MOST_VALUES = 1_024
 """Values of parameters that are remembered for each schema."""
 
@@ -252,8 +257,16 @@ class Registry:
                 f"the schemas would have {held:,} bytes; those of a tenant may have "
                 f"{MOST_TENANT_BYTES:,}. Delete one first."
             )
-        others = self._saved.waiting_bytes if self._saved is not None else 0
-        others += sum(one.size for kept in self._schemas.values() for one in kept.values())
+        all_kept = [one for kept in self._schemas.values() for one in kept.values()]
+        others, count = sum(one.size for one in all_kept), len(all_kept)
+        if self._saved is not None:
+            others += self._saved.waiting_bytes
+            count += self._saved.waiting_count
+        if name not in own and count >= MOST_OF_ALL:
+            raise ValueError(
+                f"all tenants together may have {MOST_OF_ALL:,} schemas, and they do; try again "
+                "when others were deleted."
+            )
         if others + more > MOST_BYTES:
             raise ValueError(
                 f"the schemas of all tenants may have {MOST_BYTES:,} bytes, and this one would be "

@@ -59,6 +59,11 @@ class SavedSchemas:
         self.waiting_bytes = 0
         self._read_all()
 
+    @property
+    def waiting_count(self) -> int:
+        """The number of schemas whose tenants have not come yet."""
+        return sum(map(len, self._waiting.values()))
+
     def take(self, tenant: Tenant) -> dict[str, str]:
         """Markup by name of a tenant's schemas that were there at the start; once."""
         found = self._waiting.pop(self._tenant(tenant), {}) if self._waiting else {}

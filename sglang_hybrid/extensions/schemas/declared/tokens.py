@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 from sglang_hybrid.extensions.schemas.declared.resolve import Piece, Resolved
 from sglang_hybrid.extensions.schemas.declared.roles import NoRoles, RoleTexts, role_texts
+from sglang_hybrid.serving.requests.encoded_pieces import KeptPieces
 
-CACHED_PIECES = 4_096
+MOST_BYTES = 64 << 20
+"""Memory of the tokens that are kept; those of the values that prompts give are among them."""
+
 Ids = tuple[int, ...]
 
 
@@ -50,12 +55,21 @@ class PromptTokenizer:
     """Tokenizes pieces apart, so that each one's tokens depend on its own text only.
 
     tokenizer: of transformers. Its chat template writes what stands around the messages.
-    stored_ids: the tokens of a text that many prompts have; those of the latest texts are kept.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.stored_ids: Callable[[str], Ids] = lru_cache(CACHED_PIECES)(self._encode)
+        self._kept = KeptPieces(MOST_BYTES)
+
+    def stored_ids(self, text: str) -> Ids:
+        """The tokens of a text that many prompts have; those of the latest texts are kept."""
+        key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        (kept,) = self._kept.get([key])
+        if kept is not None:
+            return tuple(kept)
+        ids = self._encode(text)
+        self._kept.put([(key, array("i", ids))])
+        return ids
 
     def _encode(self, text: str) -> Ids:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

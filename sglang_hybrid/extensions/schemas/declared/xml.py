@@ -79,6 +79,7 @@ class _Builder:
         self._open: list[Element] = []
         self._root: Element | None = None
         self._count = 0
+        self._runs: list[str] = []  # of the text that is being read, which comments may divide
 
     def place(self) -> tuple[int, int]:
         """Line and column that are being read, from 1."""
@@ -89,6 +90,7 @@ class _Builder:
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:
         element = Element(tag, dict(attributes), *self.place())
+        self._end_text()
         self._count += 1
         if len(self._open) >= MOST_DEPTH:
             raise element.error(f"elements are nested more than {MOST_DEPTH} deep.")
@@ -101,14 +103,16 @@ class _Builder:
         self._open.append(element)
 
     def end(self, tag: str) -> None:
+        self._end_text()
         self._open.pop()
 
     def data(self, text: str) -> None:
-        children = self._open[-1].children
-        if children and isinstance(children[-1], str):
-            children[-1] += text
-        else:
-            children.append(text)
+        self._runs.append(text)
+
+    def _end_text(self) -> None:
+        if self._runs:
+            self._open[-1].children.append("".join(self._runs))
+            self._runs.clear()
 
     def close(self) -> Element:
         assert self._root is not None

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 IDLE_CHECK = 0.02
 """Seconds between two checks whether requests run."""
 
+LONGEST_WAIT = 86_400.0
+"""Seconds that a rate holds up a payer's next prompt at most, and that it is remembered: a day."""
+
 
 class Unasked:
     """Stands where `Expanded` does, for a prompt that the server itself sends."""
@@ -103,7 +106,8 @@ class PrewarmTurns:
                 break
             await asyncio.sleep(IDLE_CHECK)
         if rate is not None:
-            self._due[payer] = self._due.get(payer, now) + tokens / rate
+            due = self._due.get(payer, now) + tokens / rate
+            self._due[payer] = min(due, now + LONGEST_WAIT)
 
 
 @lru_cache(maxsize=1)
