@@ -254,6 +254,8 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
     # 3 After a step
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        if is_virtual_node(req.last_node) and req.lock is not None:
+            req.last_node = req.lock.node  # of its streaming session, which lends it meanwhile
         self.lookups.on_start(req)
         insert = partial(super().checkpoint_into_tree, req, up_to=up_to, **kwargs)
         published = self.publisher.publish(req, up_to, insert)
