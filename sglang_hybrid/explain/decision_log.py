@@ -154,8 +154,9 @@ class DecisionLog:
         if known is not None and known.used is not None and used is not None:
             same = known.used.position == used.position
             used = known.used if same else used  # its own use is counted by now
+        tokens = req.origin_input_ids
         seen = RecentRequest(
-            req.origin_input_ids,
+            tokens if req.session is None else tokens[:],  # the next turn is appended in place
             report,
             kv,
             used,

@@ -118,6 +118,17 @@ def test_a_turn_waits_in_a_queue_of_ours(schedule: Schedule) -> None:
     assert again.prefix_len == 61 and it.cache.schedule.holds == 0
 
 
+def test_a_first_turn_is_remembered_as_it_was() -> None:
+    """SGLang appends the next turn to the same array (session_controller.py,
+    _share_token_arrays)."""
+    it = SessionServer.on(Sizes(), options("reuse"))
+    req = it.turn(session(), run(60))
+    it.complete(req, [7, 8])
+    req.origin_input_ids.extend(run(40, 2))
+    seen = it.cache.decision_log.recent.get(None, req.rid)
+    assert seen.tokens.tolist() == run(60)
+
+
 def test_the_page_shows_no_node_of_a_turn_that_runs() -> None:
     it = SessionServer.on(Sizes(), options("reuse", hybrid_ui=Ui.LENGTHS))
     it.serve(run(40, 1), [7])
