@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.extensions.page.messages import WatchReq
@@ -116,6 +116,29 @@ def test_a_turn_waits_in_a_queue_of_ours(schedule: Schedule) -> None:
     again.session = one
     it.adder([again])
     assert again.prefix_len == 61 and it.cache.schedule.holds == 0
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_refused_turn_leaves_its_session_what_it_has(*, runs: bool) -> None:
+    """SGLang refuses a request beside another one of its session, and gives it a prompt of one
+    token (session_controller.py, create_req; schedule_batch.py, set_finish_with_abort).
+    """
+    it = SessionServer.on(Sizes(), options("reuse"))
+    one = session()
+    req = it.turn(one, run(60))
+    it.prefill(req)
+    it.decode(req, [7, 8])
+    if not runs:
+        it.finish(req)
+    refused = it.arrive([0])
+    refused.session, refused.to_finish = one, FINISH_ABORT()
+    assert it.look_up(refused) == 0
+    assert it.cache.session.slots["one"].kv.holds_kv
+    if runs:
+        it.finish(req)
+    again = it.turn(one, [*run(60), 7, 8, 9])
+    assert again.prefix_len == 61
+    it.check()
 
 
 def test_a_first_turn_is_remembered_as_it_was() -> None:
