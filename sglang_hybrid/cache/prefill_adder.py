@@ -183,7 +183,8 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
 
     def _retract(self, req: Req) -> None:
         """Send a prefill back to the queue. What the tree has of it stays there, to be evicted when
-        its room is wanted; the scheduler takes the request from the list of the preempted.
+        its room is wanted, and a streaming session, which would keep the rest, lets go of it; the
+        scheduler takes the request from the list of the preempted.
         """
         logger.warning(
             "sglang_hybrid: The memory is full; a request waits in the queue again, with %s of %s "
@@ -191,7 +192,10 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
             f"{req.prefix_len:,}",
             f"{len(req.full_untruncated_fill_ids):,}",
         )
+        session = req.session
         release_kv_cache(req, self.tree_cache, checkpoint=False)
+        if session is not None:
+            self.tree_cache.release_session(session.session_id)
         req.reset_for_retract()
         self.preempt_list.append(req)
         self._reserve()

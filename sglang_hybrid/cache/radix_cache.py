@@ -180,11 +180,12 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
     # 1 Look-up
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        session = None if params.req is None else params.req.session
-        held = None if session is None else self.session.slots.get(session.session_id)
-        read = 0 if held is None else held.kv.kv_committed_len
-        if session is not None and self.is_mamba_enabled and read > len(params.key):
-            self.release_session(session.session_id)  # of a retracted turn: it cannot be set back
+        req = params.req
+        # One that is refused, as beside another turn of its session, runs on nothing of it.
+        if req is not None and self.is_mamba_enabled and self.session.will_lend_record(req):
+            name = req.session.session_id
+            if self.session.slots[name].kv.kv_committed_len > len(params.key):
+                self.release_session(name)  # of a retracted turn: it cannot be set back
         result = super().match_prefix(params)
         if is_virtual_node(result.best_match_node):
             self.lookups.on_session_turn(params, result)
@@ -254,6 +255,8 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
     # 3 After a step
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        if is_virtual_node(req.last_node) and req.lock is not None:
+            req.last_node = req.lock.node  # of its streaming session, which lends it meanwhile
         self.lookups.on_start(req)
         insert = partial(super().checkpoint_into_tree, req, up_to=up_to, **kwargs)
         published = self.publisher.publish(req, up_to, insert)

@@ -154,8 +154,9 @@ class DecisionLog:
         if known is not None and known.used is not None and used is not None:
             same = known.used.position == used.position
             used = known.used if same else used  # its own use is counted by now
+        tokens = req.origin_input_ids
         seen = RecentRequest(
-            req.origin_input_ids,
+            tokens if req.session is None else tokens[:],  # the next turn is appended in place
             report,
             kv,
             used,
@@ -251,10 +252,9 @@ class DecisionLog:
         last, start, prefix_hash = self._hashed
         if last is not tokens or start > position:  # a request's decisions come one after another
             start, prefix_hash = 0, EMPTY_PREFIX_HASH
-            if req.last_node is not None:
-                record = records.record(self._cache.tree_core.node_by_id(req.last_node))
-                if 0 < record.depth <= position:
-                    start, prefix_hash = record.depth, self.prefix_hash(record)
+            record = records.by_id(req.last_node)  # None of a streaming session, which holds it
+            if record is not None and 0 < record.depth <= position:
+                start, prefix_hash = record.depth, self.prefix_hash(record)
         prefix_hash = extend_prefix_hash(prefix_hash, tokens, start, position)
         self._hashed = tokens, position, prefix_hash
         return prefix_hash

@@ -264,6 +264,23 @@ def test_a_prefill_gives_its_memory_to_those_that_could_not_go_on(layout: str) -
     it.check()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_turn_of_a_session_gives_its_memory_too(layout: str) -> None:
+    """A streaming session keeps what a turn that is retracted has computed."""
+    here = Crowded(layout, free=0)
+    it, req = here.it, here.prefills
+    done = {"finish_req": lambda req: None, "abort_req": lambda: None}
+    req.session = SimpleNamespace(session_id="one", streaming=True, **done)
+    it.cache.maybe_hand_to_session(req)
+    assert here.go_on() is None and here.adder.preempt_list == [req]
+    it.running.remove(req)
+    it.check()
+    assert it.cache.full_evictable_size() == CHUNK
+    it.decode(here.decodes, [7] * CHUNK)
+    it.finish(here.decodes)
+    assert it.admit(req)
+
+
 def test_a_prefill_that_waits_for_nobody_waits_in_the_queue() -> None:
     """Something else than a running request holds the memory: an idle session, say."""
     here = Crowded("two pools", free=16)

@@ -24,6 +24,9 @@ from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.extensions.schemas.composition.recording import Kind, Recording, SegmentTracks
 from sglang_hybrid.serving.requests.cache_fields import CacheFields, Imported, fields_of
 from sglang_hybrid.serving.stored_keys import composed_key, segment_key
+from sglang_hybrid.storage.codecs import in_use
+from sglang_hybrid.storage.codecs.codecs import Codec
+from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 from tests.cache.backends import options
 from tests.cache.driver import MAMBA, Server, Sizes, build_cache
 from tests.cache.tiers import TieredServer, mark
@@ -248,6 +251,24 @@ def test_a_prompt_begins_with_the_composed_state(chunk: int) -> None:
     assert at.composes(other) == ONE.length
     turned = replace(ONE, segments=(ONE.segments[0], ONE.segments[2]))
     assert at.composes(turned) == 4
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_is_composed_of_smaller_copies_says_so(
+    monkeypatch: pytest.MonkeyPatch, *, loaded: bool
+) -> None:
+    """loaded: a segment is marked as a load from the host marks it (`MarkedTreeCore`)."""
+    monkeypatch.setattr(in_use, "_chosen", CodecPlan.uniform(Codec.BF16))
+    it = SegmentServer.made()
+    asked = Asked(((0, (1, 2, 3)), (8, (11, 12))), (90, 91))
+    it.compute(asked)
+    if loaded:
+        it.cache.tree_core.inexact.add(it.node_of(asked, 1))
+    for _ in range(2):  # the second one finds the path of the first
+        req = it.ask(asked)
+        it.run(req)
+        assert it.cache.composition(req).composed == asked.length
+        assert it.cache.lookups.report(req).exact is not loaded
 
 
 def test_segments_without_places_are_put_together_in_any_order() -> None:

@@ -85,6 +85,7 @@ def test_turns_go_on_exactly(configuration: str, serve: Serve) -> None:
         assert hybrid_cache(url)["requests"] == before + 1
         beside(url)
         one_that_is_aborted(url)
+        one_that_is_refused(url)
         session.close()
         answers_stand(url, [session])
         assert said(server)
@@ -122,6 +123,23 @@ def one_that_is_aborted(url: str) -> None:
         until(lambda: hybrid_cache(url)["requests"] > seen)
         requests.post(url + "/abort_request", json={"rid": "aborted"}, timeout=60)
         assert turn.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+    session.turn()
+    session.close()
+    answers_stand(url, [session])
+
+
+def one_that_is_refused(url: str) -> None:
+    """A request beside another one of its session is refused, and that one goes on."""
+    session = Session(url, seed=6)
+    session.turn()
+    seen = hybrid_cache(url)["requests"]
+    with ThreadPoolExecutor() as pool:
+        turn = pool.submit(session.turn, 400)
+        until(lambda: hybrid_cache(url)["requests"] > seen)
+        params = {"id": session.id, "rid": None}
+        refused = send(url, random_prompt(5, seed=8), 4, session_params=params)
+        assert "already has an active request" in refused.text
+        turn.result()
     session.turn()
     session.close()
     answers_stand(url, [session])

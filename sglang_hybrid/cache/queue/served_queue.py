@@ -194,11 +194,13 @@ class ServedQueue:
         return prospect
 
     def _node(self, req: Req) -> Node | None:
-        """The record of the node that `req` would resume from."""
+        """The record of the node that `req` would resume from; None for a turn of a streaming
+        session, which has its KV and its state to itself.
+        """
         shadow_tree: ShadowTree | None = self._cache.shadow_tree
         if shadow_tree is None or not req.num_matched_prefix_tokens:
             return None
-        return shadow_tree.record(self._cache.tree_core.node_by_id(req.best_match_node))
+        return shadow_tree.by_id(req.best_match_node)
 
     def _move_demand(self, node: Node, by: int) -> None:
         if self._cache.shadow_tree is not None:

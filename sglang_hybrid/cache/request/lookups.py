@@ -115,17 +115,21 @@ class LookUps:
 
     def on_session_turn(self, params: MatchPrefixParams, result: MatchResult) -> None:
         """A streaming session goes on with its own KV and state, outside of the tree: its turn is
-        counted and reported now, once.
+        counted and reported now, once. It is exact if the tree's part of the session is, behind
+        which all else was computed.
         """
         req = params.req
         if req is None or req in self._reports:
             return
+        slot = self._cache.session.borrowed_slot(req)
+        lock = None if slot is None else slot.lock
         report = self._reports[req] = RequestReport(
             len(req.origin_input_ids),
             int(result.device_prefix_len),
             0,
             Missed.NOTHING,
             has_states=self._cache.is_mamba_enabled,
+            exact=None if lock is None or keeps_exact() else self._is_exact(lock.node),
         )
         report.started = True
         self._count(report)
@@ -208,8 +212,7 @@ class LookUps:
         if report is None:
             return
         if report.exact is not False and not keeps_exact() and req.last_node is not None:
-            core = self._cache.tree_core
-            report.exact = core.is_exact(core.node_by_id(req.last_node))
+            report.exact = self._is_exact(req.last_node)
         if report.started:
             return
         report.started = True
@@ -218,6 +221,10 @@ class LookUps:
         if report.found is not None:
             self._tier_stats.hit_tokens["device"] += report.found.device_tokens
             self._tier_stats.hit_tokens["host"] += report.found.host_tokens
+
+    def _is_exact(self, node_id: int) -> bool:
+        core = self._cache.tree_core
+        return bool(core.is_exact(core.node_by_id(node_id)))
 
     def _count(self, report: RequestReport) -> None:
         flops = self._cost.flops(report.hit_tokens)

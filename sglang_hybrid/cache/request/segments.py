@@ -27,6 +27,7 @@ from sglang_hybrid.serving.device_streams import on_stream
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import Imported, fields_of
 from sglang_hybrid.serving.stored_keys import segment_key, stored_under
+from sglang_hybrid.storage.codecs.in_use import keeps_exact
 
 if TYPE_CHECKING:
     from array import array
@@ -197,6 +198,10 @@ class ModularPrompts:
             )
         if slot is not None and result.mamba_exist:
             cache.slots.give_back(slot)
+        if not keeps_exact():
+            core = cache.tree_core
+            if not all(core.is_exact(core.node_by_id(node)) for node in nodes):
+                core.inexact.add(result.last_device_node)
         return Composition(length)
 
     def _segments(

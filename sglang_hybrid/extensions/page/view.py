@@ -254,11 +254,13 @@ class PageView:
         }
 
     def _running(self) -> Iterator[tuple[str, int, int, int]]:
-        """Requests that run, with the node that each holds."""
+        """Requests that run, with the node that each holds. Those of a streaming session, which
+        holds it for them, are left out.
+        """
         if self.scheduler is None:
             return
         for req in self.scheduler.running_batch.reqs:
-            if req.last_node is not None:
+            if isinstance(req.last_node, int):
                 lengths = len(req.origin_input_ids), len(req.output_ids)
                 yield shown_id(req.rid), req.last_node, *lengths
 
