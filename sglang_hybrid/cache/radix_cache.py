@@ -22,7 +22,6 @@ from sglang_hybrid.cache.planning import PrefillPlans
 from sglang_hybrid.cache.prefill_adder import adder_class
 from sglang_hybrid.cache.publishing import Publisher
 from sglang_hybrid.cache.report import CacheReport
-from sglang_hybrid.cache.resumable import ResumableView
 from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.cache.tiers.inexact import ExactPartsCache
 from sglang_hybrid.cache.tree.components import kept_components, with_our_components
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.request.segments import Composition, ModularPrompts
+    from sglang_hybrid.cache.resumable import ResumableView
     from sglang_hybrid.cache.tiers.request_loads import WayChooser
     from sglang_hybrid.cache.tuning import Tuning
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
@@ -147,7 +147,11 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
             recent = (lambda: None) if self.tuning is None else self.tuning.recent
             what_if = extension("page.what_if").WhatIf(recent, lambda: parts.in_force)
             self.page = extension("page.view").PageView(self, self.decision_log, what_if)
-        self.resumable = ResumableView(self, getattr(self.tree_core, "state_events", None))
+        self.resumable: ResumableView | None = None
+        if (events := getattr(self.tree_core, "state_events", None)) is not None:
+            from sglang_hybrid.cache.resumable import ResumableView
+
+            self.resumable = ResumableView(self, events)
         logger.info(
             "sglang_hybrid: eviction %s, admission %s; a state is %s bytes, a KV token %s.",
             self.options.policy.value,

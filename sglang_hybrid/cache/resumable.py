@@ -31,11 +31,11 @@ TIMED_TOKENS = 1_024
 class ResumableView:
     """The points where prompts of one cache can be resumed.
 
-    events: None where nothing is published of states; of several ranks, the first one publishes.
-    scheduler: whose requests use the cache; a hook sets it (hooks/scheduling.py).
+    events: what is published of its states; of several ranks, the first one publishes. scheduler:
+    whose requests use the cache; a hook sets it (hooks/scheduling.py).
     """
 
-    def __init__(self, cache: HybridRadixCache, events: StateEvents | None) -> None:
+    def __init__(self, cache: HybridRadixCache, events: StateEvents) -> None:
         self.scheduler: Scheduler | None = None
         self._cache = cache
         self._events = events
@@ -47,16 +47,13 @@ class ResumableView:
 
     def publish(self) -> None:
         """Tell the readers what has changed."""
-        news = self._events is not None and self._events.has_news
-        if news and self.scheduler is not None:
+        if self._events.has_news and self.scheduler is not None:
             self.scheduler.kv_events_publisher.publish_kv_events()
 
     def answer(self, asked: ResumableReq) -> ResumableReqOutput:
         """One page. What had changed before it is published first, so that it is true of all that
         was published.
         """
-        if self._events is None:
-            return ResumableReqOutput(error="this server's events say nothing of states.")
         from sglang_hybrid.cache.state_events import MEDIA
 
         self.publish()
@@ -78,7 +75,7 @@ class ResumableView:
             },
         )
         if asked.cursor is not None:
-            self._add_page(self._events, answer, asked)
+            self._add_page(answer, asked)
         return answer
 
     def _room(self) -> int:
@@ -91,14 +88,12 @@ class ResumableView:
         slots = free_slots(self._cache.req_to_token_pool.mamba_allocator)
         return int(kv.available_size()) if slots >= states else 0
 
-    def _add_page(
-        self, events: StateEvents, answer: ResumableReqOutput, asked: ResumableReq
-    ) -> None:
+    def _add_page(self, answer: ResumableReqOutput, asked: ResumableReq) -> None:
         assert asked.cursor is not None
         if asked.begin:
             while len(self._walks) >= READERS:
                 del self._walks[next(iter(self._walks))]
-            self._walks[asked.cursor] = events.walk()
+            self._walks[asked.cursor] = self._events.walk()
         if asked.cursor not in self._walks:
             answer.error = "this snapshot is over; begin anew, without a cursor."
             return

@@ -18,6 +18,8 @@ from sglang_hybrid.explain.messages import (
     ExplainReqOutput,
     ResidencyReq,
     ResidencyReqOutput,
+    ResumableReq,
+    ResumableReqOutput,
 )
 from sglang_hybrid.serving.tenants import tenant
 
@@ -39,7 +41,11 @@ class Explainer:
 
     def handlers(self) -> list[tuple[type, Callable[[Any], Any]]]:
         """The handlers that the scheduler's dispatcher must know."""
-        return [(ExplainReq, self.answer), (ResidencyReq, self._residency)]
+        ours: list[tuple[type, Callable[[Any], Any]]] = [
+            (ExplainReq, self.answer),
+            (ResidencyReq, self._residency),
+        ]
+        return ours if self._cache.resumable else [*ours, (ResumableReq, _publishes_no_states)]
 
     def answer(self, asked: ExplainReq) -> ExplainReqOutput:
         """The report that is asked for, or one sentence that says why there is none."""
@@ -76,3 +82,7 @@ class Explainer:
         if found is not None and found.position <= MOST_BEFORE:
             before = list(prompt[: found.position])
         return ExplainReqOutput(report=msgspec.to_builtins(report), before=before)
+
+
+def _publishes_no_states(_: ResumableReq) -> ResumableReqOutput:
+    return ResumableReqOutput(error="this server's events say nothing of states.")
