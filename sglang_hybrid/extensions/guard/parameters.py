@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sglang_hybrid.core.sentences import shown
-from sglang_hybrid.extensions.guard.patterns import check_pattern
+from sglang_hybrid.extensions.guard.patterns import check_patterns
 from sglang_hybrid.serving.requests.bodies import json_shape
 from sglang_hybrid.serving.requests.fields import INT32, INT64, is_int64, token_ids, within
 
@@ -127,8 +127,8 @@ def sampling_params(
         if not abs(bias) <= LARGEST_BIAS:
             within(f"sampling_params.logit_bias[{token!r}]", bias, -LARGEST_BIAS, LARGEST_BIAS)
     stops("sampling_params.stop", params.get("stop"), LONGEST_STOP)
-    for pattern in stops("sampling_params.stop_regex", params.get("stop_regex"), LONGEST_PATTERN):
-        check_pattern("sampling_params.stop_regex", pattern)
+    field = "sampling_params.stop_regex"
+    check_patterns(field, stops(field, params.get("stop_regex"), LONGEST_PATTERN))
     for field in GRAMMARS:
         if text := params.get(field):
             grammar(field, text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Final
 
@@ -18,9 +19,14 @@ import re2
 
 from sglang_hybrid.core.sentences import shown
 
-MOST_BYTES: Final = 8 << 20
-KEPT: Final = 32
+MOST_BYTES: Final = 2 << 20
+KEPT: Final = 512
 """Memory of one compiled pattern at most, and how many are kept for the next step."""
+
+MOST_INSTRUCTIONS: Final = 2_048
+"""Of RE2's programs for all patterns of a request. A step takes up to 8 ns for each and each
+character of the answer that a match may reach: `(a|b){1000}c` has 3,005, `.{0,100}User:` 909.
+"""
 
 VALUES: Final = ("const", "enum", "default", "examples")
 """Keywords of a JSON schema that hold values, and no further schemas."""
@@ -38,11 +44,23 @@ def _compiled(pattern: str) -> Any:
     return re2.compile(pattern, options)
 
 
-def check_pattern(field: str, pattern: str) -> None:
-    """Raise ValueError for a pattern that Python or RE2 does not have."""
+def check_patterns(field: str, patterns: Iterable[str]) -> None:
+    """Raise ValueError for a pattern that Python or RE2 does not have, and for such as together
+    take long to match.
+    """
+    size = sum(_instructions(field, pattern) for pattern in patterns)
+    if size > MOST_INSTRUCTIONS:
+        raise ValueError(
+            f"{field} takes too long to match: RE2 has {size:,} instructions for it, and it may "
+            f"have {MOST_INSTRUCTIONS:,}. Use fewer counted repetitions, such as {{1000}}."
+        )
+
+
+def _instructions(field: str, pattern: str) -> int:
+    """Those of a pattern's program."""
     try:
         re.compile(pattern)
-        _compiled(pattern)
+        return int(_compiled(pattern).programsize)
     except (re.error, re2.error, OverflowError, RecursionError, UnicodeEncodeError) as error:
         why = error.args[0] if error.args else error
         told = why.decode(errors="replace") if isinstance(why, bytes) else error

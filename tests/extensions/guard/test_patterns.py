@@ -13,7 +13,7 @@ import xgrammar
 from sglang_hybrid.extensions.guard import checks, grammars, parameters
 from sglang_hybrid.extensions.guard.grammars import Grammars
 from sglang_hybrid.extensions.guard.patterns import (
-    check_pattern,
+    check_patterns,
     is_found,
     schema_with_escaped_ends,
     with_escaped_ends,
@@ -25,7 +25,7 @@ from sglang_hybrid.extensions.guard.patterns import (
 )
 def test_no_pattern_goes_back_and_forth(pattern: str) -> None:
     """Each would take Python's `re` hours."""
-    check_pattern("stop_regex", pattern)
+    check_patterns("stop_regex", [pattern])
     assert not is_found(pattern, "a" * 10_000)
 
 
@@ -39,7 +39,7 @@ def test_a_pattern_is_found_anywhere() -> None:
 )
 def test_a_pattern_that_cannot_be_matched_so_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"^stop_regex is .*, which is no regular expression"):
-        check_pattern("stop_regex", pattern)
+        check_patterns("stop_regex", [pattern])
 
 
 def properties(count: int) -> str:
@@ -60,6 +60,16 @@ def test_a_grammar_is_of_a_bounded_size_and_can_be_printed(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         parameters.grammar(field, text)
+
+
+def test_patterns_that_take_long_are_refused() -> None:
+    """RE2 falls back to a slow matcher where it would have too many states at once."""
+    check_patterns("stop_regex", [".{0,100}User:", r"\n\s*(User|Human):"])
+    with pytest.raises(ValueError, match=r"^stop_regex takes too long to match: RE2 has 3,005 "):
+        check_patterns("stop_regex", ["(a|b){1000}c"])
+    check_patterns("stop_regex", ["(a|b){500}c"])
+    with pytest.raises(ValueError, match="too long"):
+        check_patterns("stop_regex", ["(a|b){500}c", "(a|b){500}d"])
 
 
 def test_usual_grammars_are_taken() -> None:
