@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from itertools import islice
 from typing import Final
 
 MOST_EXPECTED: Final = 4_096
 """Sessions; of more, the one that is expected last is forgotten."""
+
+LOOKED_AT: Final = 64
+"""Positions that one call of `due` looks at; the next call goes on behind them. The size of each is
+found by a walk over its prefix, at every step of the scheduler.
+"""
 
 OVERDUE: Final = 10.0
 """Seconds after which somebody who did not come is not expected any more."""
@@ -21,6 +27,7 @@ class ExpectedReturns:
         self._most = most
         self._times: dict[int, float] = {}
         self._sorted: list[tuple[float, int]] = []
+        self._looked: tuple[float, int] | None = None  # where the next call of `due` goes on
 
     def __len__(self) -> int:
         return len(self._times)
@@ -46,8 +53,8 @@ class ExpectedReturns:
         size: Callable[[int], int],
         longest: float = math.inf,
     ) -> int | None:
-        """The position whose load must begin by `now` to end in time, of several the one that is
-        expected first; it is forgotten. None if there is none.
+        """A position whose load must begin by `now` to end in time; it is forgotten. None if there
+        is none among those that this call looks at, in the order in which they are expected.
 
         size: bytes that must be loaded for a position; many need none. seconds: that so many take.
         longest: seconds that any load takes at most; nobody is looked at who is expected later.
@@ -55,8 +62,13 @@ class ExpectedReturns:
         """
         while self._sorted and self._sorted[0][0] < now - OVERDUE:
             self.forget(self._sorted[0][1])
-        for time, position in self._sorted:
+        begin = 0 if self._looked is None else bisect_left(self._sorted, self._looked)
+        self._looked = None
+        for looked, (time, position) in enumerate(islice(self._sorted, begin, None)):
             if time - longest > now:
+                return None
+            if looked == LOOKED_AT:
+                self._looked = time, position
                 return None
             needed = size(position)
             if needed and time - seconds(needed) <= now:
