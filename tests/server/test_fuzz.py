@@ -124,7 +124,8 @@ def test_every_odd_value_of_an_operator(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * 3600)
-def test_what_the_schema_allows_and_forbids(tmp_path: Path) -> None:
+@pytest.mark.parametrize("operations", [None, 40], ids=["all", "some"])
+def test_what_the_schema_allows_and_forbids(operations: int | None, tmp_path: Path) -> None:
     """FUZZ_CASES and FUZZ_SEED ask for others; `-s` shows the summary."""
     found = Swept()
     with ServerProcess([*FLAGS, *SHORT], directory=tmp_path) as server:
@@ -139,7 +140,7 @@ def test_what_the_schema_allows_and_forbids(tmp_path: Path) -> None:
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        @given(fuzz.cases(schema))
+        @given(fuzz.cases(schema, operations, SEED))
         def attack(case: schemathesis.Case) -> None:
             name = f"{case.method} {case.operation.path}"
             status, seconds, text = fuzz.send(server.url, case)

@@ -62,7 +62,7 @@ def test_a_server_short_of_slots_serves_a_burst(
         assert seen["checkpoints_skipped"]["no_slot"] > 0
         let, *leave = seen["advice"]
         assert "let 12 requests run at once instead of 16" in let
-        assert ["leave 0 for checkpoints" in line for line in leave] == [True] * leaves
+        assert sum("leave 0 for checkpoints" in line for line in leave) == leaves
         flush(server.url)
         assert hybrid_cache(server.url)["state_slots_free"] == 12
         assert seen["memory"] is None
