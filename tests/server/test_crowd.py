@@ -72,6 +72,9 @@ def test_a_crowd(configuration: str, serve: Serve, seed: int, tmp_path: Path) ->
 
 
 BARE = FLAGS[: FLAGS.index("--enable-hierarchical-cache")]
+LEAST_HITS_ALONE = 1 / 20
+"""Of kept answers, without a tier below the small pools: 9 of 104 were seen."""
+
 MORE_SLOTS = 160
 """More than the states of the prompts that the pool of KV holds."""
 ALONE = {
@@ -92,7 +95,7 @@ def test_a_crowd_on_a_device_alone(serve: Serve, kind: str, seed: int) -> None:
         crowd = Crowd(server.url, seed)
         asyncio.run(crowd.stay(SECONDS))
         print(crowd.outcomes, len(crowd.kept))
-        everything_happened(crowd)
+        everything_happened(crowd, LEAST_HITS_ALONE)
         answers_stand(server.url, random.Random(seed).sample(crowd.kept, ASKED_AGAIN))
         (seen,) = emptied(server)
         assert [metric(server.url, f"{name}_total") for name in COUNTS] == [
@@ -111,12 +114,12 @@ def test_a_crowd_on_a_device_alone(serve: Serve, kind: str, seed: int) -> None:
         ends_in_the_middle(server, seed)
 
 
-def everything_happened(crowd: Crowd) -> None:
-    """The crowd did all that it can."""
+def everything_happened(crowd: Crowd, least_hits: float = 1 / 10) -> None:
+    """The crowd did all that it can, and hit in at least this share of its kept answers."""
     did = {"streamed", "talked", "samples", "hung up", "refused", "explained"}
     assert did <= crowd.outcomes.keys()
     hits = sum(cached(kept.record) > 0 for kept in crowd.kept)
-    assert hits > len(crowd.kept) / 20  # 9 of 104 were seen, in small pools
+    assert hits > least_hits * len(crowd.kept)
 
 
 def is_same(url: str, kept: Watched, **tenant: str) -> bool:

@@ -60,9 +60,10 @@ def test_a_server_short_of_slots_serves_a_burst(
             assert completed(records) == lengths
         seen = hybrid_cache(server.url)
         assert seen["checkpoints_skipped"]["no_slot"] > 0
-        let, *leave = seen["advice"]
+        of_splits = "of the prompts of the last "  # what another split would hit, once it is known
+        let, *leave = (line for line in seen["advice"] if not line.startswith(of_splits))
         assert "let 12 requests run at once instead of 16" in let
-        assert sum("leave 0 for checkpoints" in line for line in leave) == leaves
+        assert ["leave 0 for checkpoints" in line for line in leave] == [True] * leaves
         flush(server.url)
         assert hybrid_cache(server.url)["state_slots_free"] == 12
         assert seen["memory"] is None
