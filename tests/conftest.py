@@ -17,6 +17,9 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+from sglang_hybrid.serving.server_process import ServerProcess
+from tests.server import forked
+
 HERE = Path(__file__).parent
 
 SERVERS = "tests/server/"
@@ -41,7 +44,8 @@ settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:
-    """Servers fork their processes unless a test says `TEST_SERVERS=spawn`."""
+    """Servers are forked, and fork their processes, unless a test says `TEST_SERVERS=spawn`."""
+    ServerProcess.start = forked.start  # type: ignore[method-assign]
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(FORKING), os.environ.get("PYTHONPATH")))
     )

@@ -3,7 +3,8 @@
 A folder for PYTHONPATH: Python imports this module at the start of each process. SGLang spawns:
 each of its processes is a new Python that imports torch, transformers and SGLang again, 13 seconds
 of a core for each of three. A forked process has the imports and the hooks of the launcher. CUDA
-does not outlive a fork, so a machine with a GPU spawns.
+does not outlive a fork, so a machine with a GPU spawns. How the launcher itself is forked:
+tests/server/forked.py.
 """
 
 import multiprocessing

@@ -1,7 +1,8 @@
-"""Servers of tests fork their processes: they are what servers are whose processes are spawned."""
+"""Servers of tests are forked, and fork their processes: they are as those that users start."""
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import requests
 
 from tests.server.client import Serve, ask, random_prompt, until
 from tests.server.conftest import SPAWNED
+from tests.server.forked import ForkedProcess
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +63,8 @@ def test_a_forked_server_has_the_settings_of_a_spawned_one(serve: Serve, tmp_pat
                 ask(server.url, random_prompt(300, seed=seed), 4)
             until(partial(all_is_on_disk, server.url))
             said.append(numbers(state_of(server.url)))
+            assert isinstance(server.process, ForkedProcess) is (environment == {})
+        assert server.process.poll() == 128 + signal.SIGINT
         assert list(disk.rglob("*.safetensors"))
     forked, spawned = said
     assert len(forked) > 200
