@@ -30,7 +30,7 @@ by an import.
 
 MODULE = "tests.server.forked"
 
-KEPT = 3
+KEPT = 2
 """Processes to fork from, one for each environment."""
 
 CHILD_SUBREAPER = 36
@@ -107,7 +107,10 @@ class ForkServer:
         self._process.stdout.close()
 
 
-fork_servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
+Environment = frozenset[tuple[str, str]]
+
+fork_servers: dict[Environment, ForkServer] = {}
+seen: set[Environment] = set()
 forking = threading.Lock()
 
 
@@ -117,17 +120,22 @@ def adopt_orphans(wanted: bool) -> None:
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-def fork_server(environment: dict[str, str]) -> ForkServer:
-    """The one for servers that have this environment, made when first asked for."""
+def fork_server(environment: dict[str, str]) -> ForkServer | None:
+    """The one for servers that have this environment; None for the first of them, since there may
+    be no other.
+    """
     read_late = {name for name in environment if name.startswith(OURS) and name != GUARD}
     usual = {name: environment[name] for name in environment.keys() - read_late}
     key = frozenset(usual.items())
     with forking:
-        if key not in fork_servers:
-            fork_servers[key] = ForkServer(usual)
-            if len(fork_servers) > KEPT:
-                fork_servers.pop(next(iter(fork_servers))).close()
-        return fork_servers[key]
+        if key not in seen:
+            seen.add(key)
+            return None
+        server = fork_servers.pop(key, None) or ForkServer(usual)
+        fork_servers[key] = server  # the last of them, as the one that was used last
+        if len(fork_servers) > KEPT:
+            fork_servers.pop(next(iter(fork_servers))).close()
+        return server
 
 
 def start(server: ServerProcess) -> None:
@@ -138,11 +146,13 @@ def start(server: ServerProcess) -> None:
     environment = server._environment
     spawns = environment.get("TEST_SERVERS") == "spawn" or os.path.exists("/dev/nvidiactl")
     with_us = module.startswith(("sglang_hybrid.", "tests."))
-    if spawns or python != sys.executable or not with_us:
+    forks = not spawns and python == sys.executable and with_us
+    from_server = fork_server(environment) if forks else None
+    if from_server is None:
         start_by_python(server)
         return
     os.close(server._log_descriptor)
-    server.process = fork_server(environment).fork(  # type: ignore[assignment]
+    server.process = from_server.fork(  # type: ignore[assignment]
         module=module,
         arguments=arguments,
         environment=environment,
