@@ -79,12 +79,19 @@ install_torch() {
         echo "$TORCH --hash=sha256:$TORCH_SHA256" >"$VENV/torch.txt"
         install_packages "${LOCKED[@]}" "$VENV/torch.txt" "${from[@]}"
     fi
-    sed -n 's/^\([^# ]*==[^ ]*\).*/\1/p' "$LOCKS/cpu.lock" >"$VENV/pins.txt"
+    write_pins
     install_packages "$TORCH" -c "$VENV/pins.txt" "${from[@]}"
 }
 
+# The versions of the lock without their hashes, as constraints.
+write_pins() {
+    sed -n 's/^\([^# ]*==[^ ]*\).*/\1/p' "$LOCKS/cpu.lock" >"$VENV/pins.txt"
+}
+
+# What SGLang's metadata leaves open has the versions that the tests run with.
 install_gpu() {
-    pip_install -e "$ROOT[gpu,lab]" || die "pip could not install $ROOT[gpu,lab]"
+    write_pins
+    pip_install -e "$ROOT[gpu,lab]" -c "$VENV/pins.txt" || die "pip could not install $ROOT[gpu,lab]"
 }
 
 # The browser that opens the page of the cache in tests. Only root on Debian gets it here; where

@@ -40,6 +40,13 @@ def gpu() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+def gpus() -> int:
+    """The number of GPUs that torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def installed(package: str) -> str | None:
     try:
         return version(package)
@@ -84,6 +91,9 @@ def steps_on_a_gpu() -> list[Step]:
     if serves():
         found.append(Step("Nemotron-H-8B", module("large", *stand_ins), 180))
         exact = module("models", "nemotron-h", "--float32", *stand_ins)
+        if gpus() > 1:  # not beside others: SGLang wants as much free memory on both
+            two = [*exact, "--", "--tp-size", "2"]
+            found.append(Step("nemotron-h, two GPUs", two, 120))
         found.append(Step("nemotron-h, float32", exact, 240, together=True))
         found.append(Step("nemotron-h, tiers", [*exact, "--tiers"], 240, together=True))
         found.append(Step("nemotron-h, spilled", [*exact, "--spills"], 240, together=True))

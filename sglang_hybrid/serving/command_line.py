@@ -27,6 +27,12 @@ LIKE = 0.75
 hundreds.
 """
 
+RENAMED = {
+    "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
+    "--disable-piecewise-cuda-graph": "--disable-prefill-cuda-graph",
+}
+"""Names that flags of SGLang had in earlier releases, by which recipes still call them."""
+
 
 def sglang_flags() -> set[str]:
     """Names that the sources of the installed SGLang's parser mention as flags: all of its flags,
@@ -56,7 +62,8 @@ def misspelt(argv: Iterable[str], ours: Collection[str], theirs: Collection[str]
         if not name.startswith("--") or name == "--" or " " in name or name in ours:
             continue
         if not any(each.startswith((name, name.replace("--no-", "--", 1))) for each in theirs):
-            return name + meant(name, names, LIKE)
+            now = RENAMED.get(name)
+            return f"{name} (it is {now} now)" if now else name + meant(name, names, LIKE)
     return None
 
 

@@ -4,6 +4,7 @@ import argparse
 import errno
 import importlib.util
 import math
+import os
 import re
 import socket
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from sglang_hybrid.serving.model_directory import (
     read_config,
 )
 from sglang_hybrid.serving.requests.secrets import SECRETS, read_key
-from sglang_hybrid.serving.startup import StartupError
+from sglang_hybrid.serving.startup import StartupError, one_line
 
 HOST_RESERVE = 10 << 30
 """Bytes of the machine's memory that SGLang leaves free beside copies below the device."""
@@ -42,6 +43,9 @@ SLOTS_PER_REQUEST = 3
 """State slots that a running request counts for with a prefix cache, unless that is set
 (SGLANG_HYBRID_SLOTS_PER_REQUEST); 1 without."""
 
+
+NVIDIA_DEVICES = Path("/dev")
+"""Where the driver shows each GPU, as a file `nvidia0`."""
 
 MOST_RANKS = 1 << 16
 
@@ -144,7 +148,11 @@ def check_trace(enabled: bool) -> None:
 
 
 def check_device(device: str | None) -> None:
-    """Raise `StartupError` if torch sees no device of this kind."""
+    """Raise `StartupError` if torch sees no device of this kind; None: if it cannot use the GPUs
+    that this machine has, and would serve on the CPU.
+    """
+    if device is None:
+        check_gpus(NVIDIA_DEVICES)
     if device in (None, "cpu") or not re.fullmatch(r"\w+", str(device)):
         return
     import torch
@@ -155,6 +163,26 @@ def check_device(device: str | None) -> None:
             f"--device {device}: torch {torch.__version__} sees no such device here; leave out "
             "--device, or give --device cpu."
         )
+
+
+def check_gpus(folder: Path) -> None:
+    """Raise `StartupError` if `folder` has an NVIDIA GPU that torch cannot use, and nobody hides it
+    (CUDA_VISIBLE_DEVICES).
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    if hidden or not any(folder.glob("nvidia[0-9]*")) or not is_ours():
+        return
+    import torch
+
+    try:
+        torch.zeros(0, device="cuda")
+        why = "it says no reason"
+    except Exception as error:  # AssertionError of a build for CPUs, RuntimeError of CUDA's
+        why = one_line(error).rstrip(".")
+    raise StartupError(
+        f"this machine has an NVIDIA GPU, and torch {torch.__version__} cannot use it ({why}); "
+        "mend that, or give --device cpu."
+    )
 
 
 def check_ranges(flags: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ Mamba2's scan (docs/gpu.md). This is one of the functions that SGLang's `--warmu
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -26,7 +27,8 @@ prefill of several tokens.
 
 
 async def hit(mode: str, manager: Any) -> None:
-    """One prompt, then a hit of it, then two at once, on each data-parallel rank.
+    """One prompt, then a hit of it, then two at once, on each data-parallel rank, all at the same
+    time: each compiles and tunes SGLang's kernels by itself.
 
     ``mode`` is SGLang's disaggregation: a decode server, which prefills nothing, is left alone, and
     a prefill server sends what it has computed nowhere. ``manager`` is SGLang's TokenizerManager.
@@ -38,7 +40,8 @@ async def hit(mode: str, manager: Any) -> None:
     start = time.perf_counter()
     try:
         ranks = range(manager.server_args.dp_size)
-        found = sum([await _hits_of(rank, manager, mode == "prefill") for rank in ranks])
+        hits = (_hits_of(rank, manager, mode == "prefill") for rank in ranks)
+        found = sum(await asyncio.gather(*hits))
     except Exception as error:  # whatever it is, it ends no start
         logger.warning("sglang_hybrid: no hit was warmed up: %s", error)
         return

@@ -231,6 +231,9 @@ MADE_OF_LISTS = {"tensor", "as_tensor", "asarray", "new_tensor"}
 
 INDEXING = {"__getitem__", "__setitem__"}
 
+ROW_COPIES = {"index_select", "index_copy_"}
+"""Copies of rows whose numbers the device has."""
+
 
 class _Pretending(TorchFunctionMode):
     """Tensors on `cuda` are `OnDevice`, with their numbers on the host."""
@@ -261,6 +264,8 @@ class _Pretending(TorchFunctionMode):
             return self._copy(func, name, args, kwargs)
         elif name in INDEXING:
             self._index(name, args)
+        elif name in ROW_COPIES and inside:
+            self._gpu.current_stream().run()  # as in `_index`
         elif inside and _has_an_unknown_shape(name, args, kwargs):
             self._gpu.note(name)
         wanted = kwargs.get("device")

@@ -24,7 +24,7 @@ from sglang.srt.utils import common
 
 from sglang_hybrid.extensions.cpu.ops import host_copies
 from sglang_hybrid.kernels import host_rows
-from tests.cache.driver import Sizes, _length
+from tests.cache.driver import Server, Sizes, _length, build_cache
 from tests.cache.pretended_gpu import Gpu, OnDevice, pinned
 from tests.cache.tiers import SLOW, TieredServer, build_tiered_cache, mark, set_speeds
 
@@ -137,8 +137,9 @@ class PretendedServer(TieredServer):
         self._launched: dict[Req, int] = {}
         super().__init__(cache, sizes, chunk)
         cache.forward_stream = gpu.forwards if overlap else None
-        cache.cache_controller.load_fence_stream = gpu.forwards
-        cache.cache_controller.write_fence_stream = gpu.forwards
+        if cache.cache_controller is not None:
+            cache.cache_controller.load_fence_stream = gpu.forwards
+            cache.cache_controller.write_fence_stream = gpu.forwards
 
     def poll(self) -> None:
         self.gpu.poll()
@@ -223,13 +224,16 @@ class PretendedServer(TieredServer):
         with plainly():
             places, slot = self._resumed(req)
             places = places.clone()
+        self._wait_for_loads()
+        self._forward(lambda: self._look(places, slot, prefix))
+        self._copy_state(req)
+
+    def _wait_for_loads(self) -> None:
         counter = self.cache.cache_controller.layer_done_counter
         counter.set_consumer(self.waits_for)
         with self.gpu.stream(self.forwards):
             for layer in range(counter.num_layers):
                 counter.wait_until(layer)
-        self._forward(lambda: self._look(places, slot, prefix))
-        self._copy_state(req)
 
     def _forward(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -242,6 +246,28 @@ class PretendedServer(TieredServer):
             done = self.gpu.Event()
             done.record(self.forwards)
             self.allocator.set_latest_forward_done_event(done)
+
+
+class LendingServer(PretendedServer):
+    """The same without memory below the device, on two pools that lend each other room."""
+
+    def poll(self) -> None:
+        self.gpu.poll()
+
+    def admit(self, req: Req) -> bool:
+        joined = Server.admit(self, req)
+        if joined:
+            self._check_resumed(req)
+        return joined
+
+    def _wait_for_loads(self) -> None:
+        """There are none."""
+
+
+def lending_server(gpu: Gpu, sizes: Sizes, options: Any, chunk: int = 0) -> LendingServer:
+    """A server without memory below the device, whose pools are on `gpu`."""
+    with envs.SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS.override(True):
+        return LendingServer(gpu, build_cache(sizes, options, device="cuda"), sizes, chunk)
 
 
 def pretended_server(

@@ -23,6 +23,7 @@ from sglang_hybrid.cache import host_tier
 from sglang_hybrid.cache.host_tier import HostTierCache
 from sglang_hybrid.cache.request import segments as modular
 from sglang_hybrid.cache.request.positions import shifted
+from sglang_hybrid.cache.state_slots import parked_kv, spilled_states
 from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
 from sglang_hybrid.cache.tiers.background_copies import Offload
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
@@ -35,7 +36,13 @@ from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
 from tests.cache.backends import options
 from tests.cache.driver import ONE_MEMORY, Server, Sizes, build_cache
 from tests.cache.pretended_gpu import PACKAGES, Gpu, OnDevice
-from tests.cache.pretended_server import PretendedServer, plainly, pretend, pretended_server
+from tests.cache.pretended_server import (
+    PretendedServer,
+    lending_server,
+    plainly,
+    pretend,
+    pretended_server,
+)
 from tests.cache.test_tiers import serve_at_random
 from tests.examples import seeds
 from tests.extensions.lab.simulation.tuner.traffic import conversations, requests, templates
@@ -146,8 +153,10 @@ def test_rows_are_encoded_and_decoded_on_the_device(
         Sizes(kv=3_200, states=6, grid=64),
         Sizes(kv=3_200, states=0),
         Sizes(kv=3_200, states=12, page=16, extra_buffer=True, grid=64),
+        Sizes(kv=3_200, states=6, spills=True, state_tokens=10),
+        Sizes(kv=1_600, states=60, spills=True, state_tokens=40),
     ],
-    ids=["states", "attention only", "pages of 16"],
+    ids=["states", "attention only", "pages of 16", "states in KV", "KV in slots"],
 )
 def test_a_cache_without_a_host_waits_for_nothing(
     monkeypatch: pytest.MonkeyPatch, sizes: Sizes
@@ -161,6 +170,13 @@ def test_a_cache_without_a_host_waits_for_nothing(
         cache.server_info()
     assert not gpu.waits and gpu.schedule.waits == 0
     assert sum(hits) > 0 and sum(cache.stats.evicted.values()) > 0
+    assert bool(moved(cache)) is sizes.spills
+
+
+def moved(cache: Any) -> int:
+    """Moves between two pools that lend each other room."""
+    spilled, parked = cache.spilled, cache.parked
+    return 0 if spilled is None else spilled.spilled + spilled.fetched + parked.brought_back
 
 
 def copied_victims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -379,6 +395,45 @@ def test_segments_are_copied_behind_the_forward_that_writes_them(
         with plainly():
             same = all(torch.equal(rows[found.long()], rows[source.long()]) for rows in at._rows)
         assert same is ordered
+
+
+LENDING = {
+    "states in KV": Sizes(states=5, kv=160, rows=6, context=128, spills=True, state_tokens=10),
+    "KV in slots": Sizes(states=24, kv=160, rows=6, context=128, spills=True, state_tokens=10),
+}
+"""Two pools that lend each other room, as a GPU has them by default; one of which is too small."""
+
+
+def lend_late(monkeypatch: pytest.MonkeyPatch, seed: int, sizes: Sizes) -> PretendedServer:
+    gpu, chunk = pretend(monkeypatch, seed=seed), 0 if seed % 2 else 16
+    with gpu.watching():
+        at = lending_server(gpu, sizes, options("reuse"), chunk)
+        gpu.waits.clear()  # of the start
+        serve_at_random(at, seed, 25)
+        gpu.forwards.run()
+    return at
+
+
+@pytest.mark.parametrize("name", LENDING)
+def test_what_two_pools_lend_each_other_is_moved_between_forwards(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In the forwards' stream, however late they are; and the host waits for nothing."""
+    served = [lend_late(monkeypatch, seed, LENDING[name]) for seed in seeds(2)]
+    assert all(moved(at.cache) for at in served)
+    assert not any(at.gpu.waits for at in served)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), zip(LENDING, (spilled_states, parked_kv), strict=True), ids=LENDING
+)
+def test_moves_in_another_stream_are_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: Any
+) -> None:
+    monkeypatch.setattr(module, "on_stream", lambda *_: contextlib.nullcontext())
+    with pytest.raises(AssertionError, match=r"other tokens|another prefix"):
+        for seed in range(8):
+            lend_late(monkeypatch, seed, LENDING[name])
 
 
 # What the scheduler's thread prepares of a forward.

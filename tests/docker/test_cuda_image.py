@@ -1,6 +1,7 @@
 """docker/Dockerfile is built on a stand-in for SGLang's own image, and its server answers.
 
-The stand-in has SGLang as that image has it: an editable install, run by root. It has no CUDA.
+The stand-in has SGLang as that image has it: an editable install, which Python finds behind all
+folders of its path, and root's cache of what SGLang has compiled. It has no CUDA.
 """
 
 from pathlib import Path
@@ -18,14 +19,23 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
 BASE = "localhost/sglang"
 IMAGE = "localhost/sglang-hybrid:cuda"
 SITE = "/opt/venv/lib/python3.11/site-packages"
+EDITABLE = (
+    "import sys, importlib.machinery as m; "
+    "F = type('F', (), {}); "
+    "F.find_spec = staticmethod(lambda name, *_, m=m: m.PathFinder.find_spec("
+    "name, ['/sgl-workspace/sglang/python']) if name == 'sglang' else None); "
+    "sys.meta_path.append(F)"
+)
+"""A line of a .pth file, which does what setuptools' finder of an editable install does."""
 STAND_IN = f"""
 FROM %s
 USER 0
 RUN userdel sglang \\
     && pip uninstall -y sglang-hybrid matplotlib rich whatthepatch \\
-    && mkdir -p /sgl-workspace/sglang/python \\
+    && mkdir -p /sgl-workspace/sglang/python /root/.cache/sglang/jit \\
+    && touch /root/.cache/sglang/jit/compiled.so \\
     && mv {SITE}/sglang /sgl-workspace/sglang/python/ \\
-    && echo /sgl-workspace/sglang/python >{SITE}/editable.pth
+    && echo "{EDITABLE}" >{SITE}/editable.pth
 """
 CHANGED = """
 FROM %s

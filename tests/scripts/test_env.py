@@ -104,3 +104,11 @@ def test_files_have_the_hashes_of_the_locks(tmp_path: Path) -> None:
     other = install(tmp_path, "install_cpu", TORCH_INDEX_URL="https://index.test/cpu")[1]
     assert f"{locked} {tmp_path}/torch.txt" not in " ".join(other[len(noted) :])
     assert any(line.endswith("pins.txt --index-url https://index.test/cpu") for line in other)
+
+
+def test_a_gpus_packages_have_the_versions_of_the_lock(tmp_path: Path) -> None:
+    """Where SGLang's metadata leaves them open: hashes are for the files of a CPU."""
+    status, noted, _ = install(tmp_path, "install_gpu")
+    assert status == 0 and noted[-1].endswith(f" -e {ROOT}[gpu,lab] -c {tmp_path}/pins.txt")
+    pins = (tmp_path / "pins.txt").read_text().splitlines()
+    assert "sglang==0.5.23" in pins and all(re.fullmatch(r"[^ =]+==[^ =]+", pin) for pin in pins)

@@ -163,6 +163,16 @@ def test_what_runs_depends_on_what_is_installed(monkeypatch: pytest.MonkeyPatch)
     assert every["memcheck"].environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
+@pytest.mark.parametrize("count", [1, 8])
+def test_two_ranks_are_checked_where_there_are_two_gpus(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone: SGLang compares the free memory of the GPUs, of which others would use the first."""
+    monkeypatch.setattr(gpu_check, "gpus", lambda: count)
+    found = [step for step in gpu_check.steps_on_a_gpu() if "--tp-size" in step.command]
+    assert [step.together for step in found] == [False] * (count > 1)
+
+
 @pytest.mark.parametrize("complete", [True, False])
 def test_torch_stands_in_for_packages_that_are_missing(
     complete: bool, monkeypatch: pytest.MonkeyPatch

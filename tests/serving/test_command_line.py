@@ -12,6 +12,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_hybrid.serving.command_line import (
     CHECKED,
+    RENAMED,
     SWITCHES,
     add_checked_flags,
     misspelt,
@@ -77,12 +78,21 @@ def test_numbers_with_units_are_left_to_sglang() -> None:
             "--hybrid-disk (did you mean --hybrid-disk-folder or --hybrid-disk-mb?)",
         ),
         (["--zzz"], "--zzz"),
+        (
+            ["--mamba-scheduler-strategy", "extra_buffer"],
+            "--mamba-scheduler-strategy (it is --mamba-radix-cache-strategy now)",
+        ),
         (["--model", "x", "--no-tf32", "-x", "--", "--a b", "--hybrid-eviction=lru"], None),
     ],
 )
 def test_a_misspelt_flag(argv: list[str], said: str | None) -> None:
     """SGLang's may be cut short, as in `--tp 2`; ours may not."""
     assert misspelt(argv, OURS, THEIRS) == said
+
+
+def test_flags_that_sglang_has_renamed(sglang: dict[str, argparse.Action]) -> None:
+    assert not RENAMED.keys() & sglang.keys()
+    assert {*RENAMED.values()} <= sglang.keys()
 
 
 def test_no_flag_of_sglang_is_read_as_a_checked_one_cut_short(

@@ -23,6 +23,7 @@ from sglang_hybrid.serving.preflight import (
     check_adapters,
     check_device,
     check_draft,
+    check_gpus,
     check_host_room,
     check_keys,
     check_overrides,
@@ -301,6 +302,27 @@ def test_a_device_that_is_not_there() -> None:
     for device in ("mtia", "xpu", "nowhere"):
         with pytest.raises(StartupError, match=rf"--device {device}: torch .* sees no such device"):
             check_device(device)
+
+
+def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A driver that is too old for the build of torch, or a build without CUDA: the server would
+    load the model into the machine's memory.
+    """
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(preflight, "is_ours", lambda: True)
+    for name in ("nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    check_gpus(tmp_path)  # of a driver without a GPU
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(preflight, "NVIDIA_DEVICES", tmp_path)
+    with pytest.raises(StartupError, match=r"torch .* cannot use it \(.+\); .* --device cpu\.$"):
+        check_device(None)
+    check_device("cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_device(None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(preflight, "is_ours", lambda: False)  # torch sees it
+    check_device(None)
 
 
 def test_pools_that_hold_no_request() -> None:
