@@ -355,7 +355,7 @@ def _check_logprobs(manager: TokenizerManager, request: GenerateReqInput, prompt
     if not isinstance(chosen, list):
         raise ValueError(f"token_ids_logprob is {shown(chosen)}; it must be a list.")
     fields.token_ids("token_ids_logprob", chosen, vocabulary)
-    parameters.logprobs(start, top, len(chosen), prompt, answer, vocabulary)
+    parameters.logprobs(start, top, len(chosen), prompt, answer, vocabulary, manager.context_len)
 
 
 @cache
