@@ -42,7 +42,9 @@ batch, tools, schemas of answers, biases.
 """
 
 MEDIA = 256 << 20
-"""Bytes more for a model that reads images, sound or video."""
+"""Bytes more for a model that reads images, sound or video, and for a server that takes embeddings
+in the place of prompts.
+"""
 
 PAUSE = 1.0
 """Seconds before a body is refused, in which its client can send neither the rest nor another."""
@@ -294,6 +296,9 @@ def most_body_bytes() -> int:
 
 @cache
 def _most_body_bytes(manager: Any) -> int:
+    from sglang.srt.runtime_context import get_memory
+
     text = most_text_bytes(manager.tokenizer, manager.context_len)
-    media = MEDIA if manager.model_config.is_multimodal else 0
-    return ESCAPED * text + BESIDE_TEXT + media
+    takes_embeddings = get_memory().disable_radix_cache
+    more = MEDIA if manager.model_config.is_multimodal or takes_embeddings else 0
+    return ESCAPED * text + BESIDE_TEXT + more

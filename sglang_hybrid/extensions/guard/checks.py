@@ -206,8 +206,7 @@ def to_wire(
     """
     if isinstance(tokenized, TokenizedGenerateReqInput):
         _escape_line_ends(tokenized.sampling_params)
-    check_sizes(tokenized, ModelSizes.of(manager))
-    by_position(tokenized)
+    by_position(tokenized, check_sizes(tokenized, ModelSizes.of(manager)))
     light = copy.copy(tokenized)
     for name in HEAVY:
         if hasattr(light, name):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fastapi import FastAPI, Request
@@ -211,6 +213,20 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
 
     with TestClient(app) as client:
         yield client
+
+
+@pytest.mark.parametrize(
+    ("reads_images", "takes_embeddings", "most"),
+    [(False, False, 16 << 20), (True, False, 272 << 20), (False, True, 272 << 20)],
+)
+def test_what_is_no_text_has_room_where_a_server_takes_it(
+    reads_images: bool, takes_embeddings: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(is_multimodal=reads_images)
+    manager: Any = Mock(tokenizer=None, context_len=10, model_config=config)
+    memory = SimpleNamespace(disable_radix_cache=takes_embeddings)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_memory", lambda: memory)
+    assert body_bounds._most_body_bytes(manager) == most + 6 * 10 * 1_024
 
 
 @pytest.mark.parametrize("size", [0, 1, LONG - 1, LONG, MOST])
