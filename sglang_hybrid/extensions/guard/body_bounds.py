@@ -53,7 +53,10 @@ STALLED = 10.0
 """Seconds after which a body of which nothing more has come is refused."""
 
 WHOLE = 60.0
-"""Seconds in which a whole body must have come."""
+"""Seconds in which a whole body must have come, beside those of `RATE`."""
+
+RATE = 1 << 20
+"""Bytes that a client announces for which its body has a second more."""
 
 IN_MEMORY = 256 << 20
 """Bytes of all bodies that are in memory before their turn, beside those of one body."""
@@ -174,7 +177,8 @@ class _Reader:
         self._turns = turns
         self._waiting = waiting
         self._loop = asyncio.get_running_loop()
-        self._latest = self._loop.time() + WHOLE
+        self._whole = WHOLE + self._size / RATE
+        self._latest = self._loop.time() + self._whole
         self._timeout = asyncio.timeout(None)
         self._late = ""
         self._gave_way = False
@@ -219,7 +223,7 @@ class _Reader:
         stalled = self._loop.time() + STALLED
         said = f"nothing came for {STALLED:.0f} seconds"
         if latest < stalled:
-            said = f"it was not whole within {WHOLE:.0f} seconds"
+            said = f"it was not whole within {self._whole:.0f} seconds"
         return await self._until(min(latest, stalled), self._receive(), said)
 
     async def _until(self, when: float, step: Awaitable[T], late: str) -> T:

@@ -31,9 +31,10 @@ class Client:
     error's sentence.
     """
 
-    def __init__(self, bounds: BodyBounds, path: str = "/generate") -> None:
+    def __init__(self, bounds: BodyBounds, path: str = "/generate", announced: int = 0) -> None:
         self._parts: asyncio.Queue[Message] = asyncio.Queue()
-        self._scope = {"type": "http", "path": path, "headers": [], "client": self}
+        headers = [(b"content-length", str(announced).encode())] if announced else []
+        self._scope = {"type": "http", "path": path, "headers": headers, "client": self}
         self.task = asyncio.create_task(self._ask(bounds))
         self.got: tuple[int, Any] = (0, None)
 
@@ -138,6 +139,24 @@ def test_a_body_that_drips_is_status_408(path: str, monkeypatch: pytest.MonkeyPa
                 408,
                 "the body did not arrive: it was not whole within 0 seconds.",
             )
+
+    run(story)
+
+
+def test_a_long_body_has_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a video over a line of ten megabits a second."""
+    monkeypatch.setattr(body_bounds, "WHOLE", 0.05)
+    monkeypatch.setattr(body_bounds, "RATE", 20)
+
+    async def story(bounds: BodyBounds) -> None:
+        for announced, status in ((11, 200), (0, 408)):
+            client = Client(bounds, announced=announced)
+            for _ in range(10):
+                await client.send(b"a")
+                await asyncio.sleep(0.01)
+            await client.send(b"a", more=False)
+            await client.task
+            assert client.got[0] == status
 
     run(story)
 
