@@ -63,12 +63,9 @@ LONGEST_PATTERN = 256
 GRAMMARS = ("json_schema", "structural_tag", "regex", "ebnf")
 """Sampling parameters that are compiled."""
 
-LONGEST_GRAMMAR = 1 << 17
-"""Characters of a grammar that is not JSON."""
-
-LONGEST_JSON = 1 << 18
+LONGEST_GRAMMAR = 1 << 18
 LONGEST_WITH_WORDS = 1 << 19
-"""Characters of one in JSON: without what it says to people (`WORDS`), and with it."""
+"""Characters of a grammar: without what one in JSON says to people (`WORDS`), and with it."""
 
 WORDS = ("description", "title", "$comment")
 """Fields of a JSON schema that its compiler passes over."""
@@ -199,7 +196,7 @@ def _grammar_in_json(field: str, text: str) -> None:
     try:
         decoded = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError):  # what compiles it says so
-        _at_most(field, len(text), LONGEST_JSON, "characters")
+        _at_most(field, len(text), LONGEST_GRAMMAR, "characters")
         return
     open_parts = pairs = words = 0
     todo = [(decoded, False)]
@@ -223,7 +220,7 @@ def _grammar_in_json(field: str, text: str) -> None:
                     f"sampling_params.{field} has {name} {shown(each)}; leave out what cannot be "
                     "printed."
                 )
-    _at_most(field, len(text) - words, LONGEST_JSON, "characters beside its descriptions")
+    _at_most(field, len(text) - words, LONGEST_GRAMMAR, "characters beside its descriptions")
     _at_most(field, open_parts, MOST_OPEN, "parts that take any value")
     _at_most(field, pairs, MOST_PAIRS, "pairs of members in its objects")
 

@@ -78,7 +78,7 @@ def tools(count: int, words: int) -> str:
         ("json_schema", json.dumps({"const": {"title": "a" * 300_000}}), "characters beside its"),
         ("json_schema", "a" * 300_000, "300,000 characters"),
         ("json_schema", json.dumps({"title": "a" * 600_000}), "600,013 characters"),
-        ("ebnf", "root ::= " + "a" * 200_000, "has 200,009 characters"),
+        ("ebnf", "root ::= " + "a" * 300_000, "has 300,009 characters"),
         ("json_schema", json.dumps({"anyOf": [{"$ref": "x\n[log] forged"}]}), r"\$ref 'x\\n"),
         ("structural_tag", json.dumps({"format": "\x1b[2J"}), "format"),
     ],
