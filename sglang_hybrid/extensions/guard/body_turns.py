@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 import types
 from collections.abc import Awaitable, Callable, Generator
 from itertools import islice
@@ -48,25 +49,25 @@ class BodyTurns:
         finally:
             del self._waiting[own]
             self._wake_later()
-        self._begin = loop.time()
+        self._begin = time.monotonic()  # uvloop's own time stands still within a step
         loop.call_soon(self.end)  # at the latest; `stepwise` tells when the caller awaits
 
     def _may_begin(self, caller: object) -> bool:
         self.end()  # of a step before, since others run by now
         is_first = next(iter(self._waiting)) is caller
-        return is_first and self._free_at <= asyncio.get_running_loop().time()
+        return is_first and self._free_at <= time.monotonic()
 
     def end(self) -> None:
         """The step that has begun, if there is one, has ended."""
         if self._begin is not None:
-            now = asyncio.get_running_loop().time()
+            now = time.monotonic()
             took, self._begin = now - self._begin, None
             self._free_at = max(self._free_at, now - took - MADE_UP) + (1 + FREE) * took
 
     def _wake_later(self) -> None:
         if self._waiting and self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(max(self._free_at, loop.time()), self._wake)
+            delay = max(0.0, self._free_at - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
 
     def _wake(self) -> None:
         self._timer = None

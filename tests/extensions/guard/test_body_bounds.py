@@ -82,6 +82,7 @@ def test_a_busy_loop_reads_long_bodies_as_an_idle_one(monkeypatch: pytest.Monkey
     read: list[float] = []
     streams: list[asyncio.Future[None]] = []
     loop = Clock()
+    monkeypatch.setattr(time, "monotonic", loop.time)
 
     async def application(_: Any, receive: Any, __: Any) -> None:
         await receive()
@@ -134,6 +135,7 @@ def test_others_work_is_no_part_of_a_long_step(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(body_bounds, "most_body_bytes", lambda: MOST)
     monkeypatch.setattr(body_turns, "MADE_UP", 0.0)
     loop = Clock()
+    monkeypatch.setattr(time, "monotonic", loop.time)
 
     async def application(_: Any, receive: Any, __: Any) -> None:
         await receive()

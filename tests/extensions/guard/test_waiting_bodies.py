@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest.mock import Mock
@@ -228,7 +228,7 @@ def test_one_body_alone_may_have_more_than_all_together() -> None:
 
 def test_whole_bodies_that_wait_for_their_turn_keep_others_waiting() -> None:
     async def story(bounds: BodyBounds) -> None:
-        bounds._turns._free_at = math.inf
+        bounds._turns._free_at = time.monotonic() + 1_000
         first, second = Client(bounds), Client(bounds)
         await first.send(bytes(9 * LONG), more=False)
         await second.send(bytes(2 * LONG))
