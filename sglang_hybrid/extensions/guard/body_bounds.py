@@ -15,6 +15,7 @@ import asyncio
 import ctypes
 import math
 from collections.abc import Awaitable
+from contextlib import suppress
 from functools import cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from fastapi import HTTPException
 from starlette._utils import get_route_path
 
+from sglang_hybrid.extensions.guard.body_turns import BodyTurns, stepwise
 from sglang_hybrid.extensions.guard.texts import most_text_bytes
 from sglang_hybrid.serving.requests.bodies import json_shape, may_be_deep
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread_if_long, set_long
@@ -40,10 +42,9 @@ batch, tools, schemas of answers, biases.
 """
 
 MEDIA = 256 << 20
-"""Bytes more for a model that reads images, sound or video."""
-
-FREE = 3.0
-"""The time for other work of the event loop after a long step, in durations of that step."""
+"""Bytes more for a model that reads images, sound or video, and for a server that takes embeddings
+in the place of prompts.
+"""
 
 PAUSE = 1.0
 """Seconds before a body is refused, in which its client can send neither the rest nor another."""
@@ -52,10 +53,16 @@ STALLED = 10.0
 """Seconds after which a body of which nothing more has come is refused."""
 
 WHOLE = 60.0
-"""Seconds in which a whole body must have come."""
+"""Seconds in which a whole body must have come, beside those of `RATE`."""
+
+RATE = 1 << 20
+"""Bytes that a client announces for which its body has a second more."""
 
 IN_MEMORY = 256 << 20
-"""Bytes of all bodies that are in memory before their turn. One body alone may have more."""
+"""Bytes of all bodies that are in memory before their turn, beside those of one body."""
+
+SLOW = 1.0
+"""Seconds in which the next `LONG` bytes of a body must come where others wait for its memory."""
 
 MUCH = 64 << 20
 """Bytes of bodies after which their memory goes back to the kernel once there are none."""
@@ -97,7 +104,8 @@ class BodyBounds:
         reader = _Reader(scope, receive, self._turns, self._waiting)
         is_bounded = get_route_path(scope) not in UNBOUNDED
         try:
-            await self._app(scope, reader.receive if is_bounded else reader.receive_part, send)
+            receive = reader.receive if is_bounded else reader.receive_part
+            await stepwise(self._app(scope, receive, send), self._turns.end)
         finally:
             reader.forget()
 
@@ -105,30 +113,42 @@ class BodyBounds:
 class WaitingBodies:
     """The bodies that are in memory before their turn, as far as they have come.
 
-    Beyond `IN_MEMORY` bytes the body that has waited longest for its next part is refused: a client
-    that stalls gives way to those that send. Where no other body is arriving, the reader of a part
-    waits until one that is whole has had its turn.
+    Beyond `IN_MEMORY` bytes the body that began first is read on, and readers of the next part of
+    any other one wait until there is room. A body that comes slowly meanwhile is refused: a client
+    that stalls gives way to those that send.
     """
 
     def __init__(self) -> None:
         self._total = self._most = 0
-        self._bytes: dict[_Reader, int] = {}
-        self._arriving: dict[_Reader, None] = {}  # the one that has waited longest is the first
+        self._bytes: dict[_Reader, int] = {}  # the one that began first is the first
+        self._arriving: dict[_Reader, tuple[float, int]] = {}
+        """When `LONG` bytes had come the last time, and all that had; the oldest is the first."""
         self._removed = asyncio.Event()
 
     async def add(self, reader: _Reader, size: int) -> None:
-        """The next `size` bytes of a body have come."""
-        self._arriving.pop(reader, None)
-        self._arriving[reader] = None
+        """The next `size` bytes of a body have come. Returns when the next ones may be read."""
         self._bytes[reader] = self._bytes.get(reader, 0) + size
         self._total += size
         self._most = max(self._most, self._total)
-        while self._total > IN_MEMORY and len(self._bytes) > 1:
-            longest = next(iter(self._arriving), reader)
-            if longest is not reader:
-                longest.give_way()
-            else:
-                self._removed.clear()
+        now = asyncio.get_running_loop().time()
+        since = self._arriving.get(reader)
+        if since is None or self._bytes[reader] - since[1] >= LONG:
+            self._arriving.pop(reader, None)
+            self._arriving[reader] = now, self._bytes[reader]
+        while self._total > IN_MEMORY and next(iter(self._bytes)) is not reader:
+            self._arriving.pop(reader, None)  # nobody asks its client for more
+            await self._room()
+            self._arriving[reader] = asyncio.get_running_loop().time(), self._bytes[reader]
+
+    async def _room(self) -> None:
+        """Refuses the slowest body, or waits for a while."""
+        slowest, (since, _) = next(iter(self._arriving.items()), (None, (0.0, 0)))
+        if slowest is not None and asyncio.get_running_loop().time() - since >= SLOW:
+            slowest.give_way()
+            return
+        self._removed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SLOW):
                 await self._removed.wait()
 
     def set_whole(self, reader: _Reader) -> None:
@@ -157,7 +177,8 @@ class _Reader:
         self._turns = turns
         self._waiting = waiting
         self._loop = asyncio.get_running_loop()
-        self._latest = self._loop.time() + WHOLE
+        self._whole = WHOLE + self._size / RATE
+        self._latest = self._loop.time() + self._whole
         self._timeout = asyncio.timeout(None)
         self._late = ""
         self._gave_way = False
@@ -182,8 +203,10 @@ class _Reader:
             await self._check_size()
             more = message.get("more_body", False)
             if more or self._received >= LONG:
+                begin = self._loop.time()
                 said = f"there was no room for it within {WHOLE:.0f} seconds"
-                await self._until(self._latest, self._waiting.add(self, len(part)), said)
+                await self._until(begin + WHOLE, self._waiting.add(self, len(part)), said)
+                self._latest += self._loop.time() - begin
         self._done = True
         self._waiting.set_whole(self)
         return {"type": "http.request", "body": await self._checked(), "more_body": False}
@@ -200,7 +223,7 @@ class _Reader:
         stalled = self._loop.time() + STALLED
         said = f"nothing came for {STALLED:.0f} seconds"
         if latest < stalled:
-            said = f"it was not whole within {WHOLE:.0f} seconds"
+            said = f"it was not whole within {self._whole:.0f} seconds"
         return await self._until(min(latest, stalled), self._receive(), said)
 
     async def _until(self, when: float, step: Awaitable[T], late: str) -> T:
@@ -218,7 +241,7 @@ class _Reader:
     def give_way(self) -> None:
         """Refuse the body, whose next part is awaited, for the sake of others."""
         self.forget()
-        self._late = "other bodies needed its memory, and it had waited longest for its next part"
+        self._late = "other bodies needed its memory, and it came slowest"
         self._gave_way = True
         if not self._timeout.expired():
             self._timeout.reschedule(self._loop.time())
@@ -268,23 +291,6 @@ async def _refuse(status: HTTPStatus, why: str) -> NoReturn:
     raise HTTPException(status, why)
 
 
-class BodyTurns:
-    """Steps of the event loop that take long, one at a time; after each the loop is free for `FREE`
-    times as long as it took.
-    """
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-
-    async def take(self) -> None:
-        """Return when the caller may begin a step. The step ends where the caller awaits next."""
-        await self._lock.acquire()
-        loop = asyncio.get_running_loop()
-        begin = loop.time()
-        # The loop calls this once the caller's step has ended.
-        loop.call_soon(lambda: loop.call_later(FREE * (loop.time() - begin), self._lock.release))
-
-
 def most_body_bytes() -> int:
     """Bytes of a body that this server takes."""
     from sglang.srt.entrypoints.http_server import get_global_state
@@ -294,6 +300,9 @@ def most_body_bytes() -> int:
 
 @cache
 def _most_body_bytes(manager: Any) -> int:
+    from sglang.srt.runtime_context import get_memory
+
     text = most_text_bytes(manager.tokenizer, manager.context_len)
-    media = MEDIA if manager.model_config.is_multimodal else 0
-    return ESCAPED * text + BESIDE_TEXT + media
+    takes_embeddings = get_memory().disable_radix_cache
+    more = MEDIA if manager.model_config.is_multimodal or takes_embeddings else 0
+    return ESCAPED * text + BESIDE_TEXT + more

@@ -206,8 +206,7 @@ def to_wire(
     """
     if isinstance(tokenized, TokenizedGenerateReqInput):
         _escape_line_ends(tokenized.sampling_params)
-    check_sizes(tokenized, ModelSizes.of(manager))
-    by_position(tokenized)
+    by_position(tokenized, check_sizes(tokenized, ModelSizes.of(manager)))
     light = copy.copy(tokenized)
     for name in HEAVY:
         if hasattr(light, name):
@@ -355,7 +354,7 @@ def _check_logprobs(manager: TokenizerManager, request: GenerateReqInput, prompt
     if not isinstance(chosen, list):
         raise ValueError(f"token_ids_logprob is {shown(chosen)}; it must be a list.")
     fields.token_ids("token_ids_logprob", chosen, vocabulary)
-    parameters.logprobs(start, top, len(chosen), prompt, answer, vocabulary)
+    parameters.logprobs(start, top, len(chosen), prompt, answer, vocabulary, manager.context_len)
 
 
 @cache

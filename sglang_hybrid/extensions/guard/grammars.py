@@ -11,8 +11,9 @@ MOST_BYTES: Final = 512 << 20
 
 
 class Grammars(MutableMapping[Any, Any]):
-    """Compiled grammars by what they were compiled from. Beyond the bounds the oldest ones go, but
-    for the newest one. Each is measured once: that takes a large one half a millisecond.
+    """Compiled grammars by the kind and the text of what they were compiled from. Beyond the bounds
+    the oldest ones go, but for the newest one. Each is measured once, with its text: that takes a
+    large one half a millisecond.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Grammars(MutableMapping[Any, Any]):
 
     def __setitem__(self, key: Any, grammar: Any) -> None:
         self.pop(key, None)
-        size = _bytes(grammar)
+        size = _bytes(grammar) + sum(map(len, key))
         self._kept[key] = grammar, size
         self._bytes += size
         while len(self) > MOST or (self._bytes > MOST_BYTES and len(self) > 1):

@@ -82,6 +82,7 @@ def with_escaped_ends(pattern: str) -> str:
     return _ESCAPED_OR_END.sub(lambda found: LINE_ENDS.get(found[0][-1], found[0]), pattern)
 
 
+@lru_cache(maxsize=32)
 def schema_with_escaped_ends(schema: str) -> str:
     """A JSON schema, or a structural tag, with such patterns; the text itself where it has them."""
     if "\\" not in schema:  # JSON writes line ends with one

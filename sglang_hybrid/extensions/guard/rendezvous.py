@@ -12,12 +12,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from sglang_hybrid.serving.requests.errors import Refused
 
-MASTER_SECONDS = 60.0
-"""Seconds until a master must listen; requests go on meanwhile."""
-
-MEMBERS = timedelta(seconds=60)
-"""The time that a scheduler waits for the members of a group, and does nothing else. Torch's own is
-half an hour.
+SECONDS = 60.0
+"""Until a master must listen, while requests go on, and until all members of a group are there,
+while a scheduler does nothing else. Torch's own time is half an hour. An operator whose trainers
+come later says so (SGLang's --dist-timeout).
 """
 
 STEP = 0.5
@@ -38,10 +36,12 @@ async def wait_for_master(address: str, ports: str | int, rank: int) -> None:
 
 def meet_members(init_method: str, world_size: int, rank: int, group_name: str) -> dict[str, Any]:
     """Wait until all members of a group are connected; returns the arguments of SGLang's
-    `init_custom_process_group` for it. Raises torch's error if they are not in time (`MEMBERS`).
+    `init_custom_process_group` for it. Raises torch's error if they are not in time (`SECONDS`).
     What the group does later has torch's own limit.
     """
-    store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=MEMBERS))
+    store, rank, world_size = next(
+        rendezvous(init_method, rank, world_size, timeout=timedelta(seconds=_seconds()))
+    )
     store.set_timeout(default_pg_timeout)
     return {
         "store": PrefixStore(group_name, store),
@@ -54,7 +54,7 @@ def meet_members(init_method: str, world_size: int, rank: int, group_name: str) 
 async def _listens(address: str, port: str) -> None:
     if not port.isdecimal() or int(port) not in PORTS:
         raise Refused(f"{address!r}:{port!r} is no address of a master: the port is none.")
-    until = asyncio.get_running_loop().time() + MASTER_SECONDS
+    until = asyncio.get_running_loop().time() + _seconds()
     while True:
         left = until - asyncio.get_running_loop().time()
         try:
@@ -65,9 +65,16 @@ async def _listens(address: str, port: str) -> None:
         except OSError as error:  # TimeoutError is one
             if left <= STEP:
                 raise Refused(
-                    f"no master listens on {address}:{port} ({error or 'it does not answer'})."
+                    f"no master listens on {address}:{port} ({error or 'it does not answer'}); a "
+                    "server waits longer with --dist-timeout SECONDS."
                 ) from None
             await asyncio.sleep(STEP)
         else:
             writer.close()
             return
+
+
+def _seconds() -> float:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().dist_timeout or SECONDS

@@ -27,6 +27,8 @@ def within(field: str, value: float, least: float, most: float) -> None:
 
 def token_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
     """`ids` [n] are tokens of a vocabulary of so many."""
+    if not len(ids):  # as most lists of a request are
+        return
     try:
         held = array("q", ids)
     except (TypeError, OverflowError):

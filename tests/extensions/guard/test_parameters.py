@@ -30,22 +30,35 @@ class Params(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def test_logprobs() -> None:
-    parameters.logprobs(-1, 0, 0, 10, 128, 32_000)
-    parameters.logprobs(10, 1_000, 50, 10, 128, 32_000)
-    parameters.logprobs(0, 0, 0, 10**7, 10**7, 32_000)  # one for each token is always given
+    parameters.logprobs(-1, 0, 0, 10, 128, 32_000, 4_096)
+    parameters.logprobs(10, 1_000, 50, 10, 128, 32_000, 4_096)
+    parameters.logprobs(0, 0, 0, 10**7, 10**7, 32_000, 4_096)  # one for each token is always given
     assert (
-        refused(parameters.logprobs, -5, 0, 0, 10, 1, 32_000)
+        refused(parameters.logprobs, -5, 0, 0, 10, 1, 32_000, 4_096)
         == "logprob_start_len is -5; it must be from -1 to 10."
     )
-    assert "logprob_start_len is 11;" in refused(parameters.logprobs, 11, 0, 0, 10, 1, 32_000)
+    assert "logprob_start_len is 11;" in refused(
+        parameters.logprobs, 11, 0, 0, 10, 1, 32_000, 4_096
+    )
     assert (
-        refused(parameters.logprobs, 0, 1_000_000, 0, 10, 1, 32_000)
+        refused(parameters.logprobs, 0, 1_000_000, 0, 10, 1, 32_000, 4_096)
         == "top_logprobs_num is 1000000; it must be from 0 to 1,000."
     )
-    assert "from 0 to 100." in refused(parameters.logprobs, 0, 101, 0, 10, 1, VOCABULARY)
-    many = refused(parameters.logprobs, 0, 1_000, 0, 100_000, 1, 32_000)
+    assert "from 0 to 100." in refused(parameters.logprobs, 0, 101, 0, 10, 1, VOCABULARY, 4_096)
+    many = refused(parameters.logprobs, 0, 1_000, 0, 100_000, 1, 32_000, 4_096)
     assert "top_logprobs_num is 1000" in many and "at most 4,194,304" in many
-    assert "names 5000 tokens" in refused(parameters.logprobs, -1, 0, 5_000, 10, 1_000, 32_000)
+    assert "names 5000 tokens" in refused(
+        parameters.logprobs, -1, 0, 5_000, 10, 1_000, 32_000, 4_096
+    )
+
+
+def test_a_chat_may_ask_for_20_alternatives_of_each_token_whatever_the_context() -> None:
+    """Without `max_tokens` an answer may be as long as the context."""
+    for context in (4_096, 262_144, 1 << 20):
+        parameters.logprobs(-1, 20, 0, 10, context - 10, 150_000, context)
+    assert "at most 5,505,024" in refused(
+        parameters.logprobs, -1, 21, 0, 10, 262_134, 150_000, 262_144
+    )
 
 
 @pytest.mark.parametrize(

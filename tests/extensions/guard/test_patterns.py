@@ -6,7 +6,9 @@ import json
 import re
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 import xgrammar
 
@@ -42,15 +44,41 @@ def test_a_pattern_that_cannot_be_matched_so_is_refused(pattern: str) -> None:
         check_patterns("stop_regex", [pattern])
 
 
-def properties(count: int) -> str:
-    return json.dumps({"type": "object", "properties": {f"p{at}": {} for at in range(count)}})
+def properties(count: int, each: Any = None) -> str:
+    each = {} if each is None else each
+    return json.dumps({"type": "object", "properties": {f"p{at}": each for at in range(count)}})
+
+
+def tools(count: int, words: int) -> str:
+    """The schema by which SGLang has a model call one of so many tools."""
+    parameter = {"type": "string", "enum": ["a", "b"], "description": "w" * words}
+    parameters = {"type": "object", "properties": {f"p{at}": parameter for at in range(8)}}
+    calls = [
+        {"properties": {"name": {"enum": [f"t{at}"]}, "parameters": parameters}}
+        for at in range(count)
+    ]
+    return json.dumps({"type": "array", "items": {"type": "object", "anyOf": calls}})
 
 
 @pytest.mark.parametrize(
     ("field", "text", "said"),
     [
-        ("json_schema", properties(3_000), "3,002 properties, alternatives and lists"),
-        ("ebnf", "root ::= " + "a" * 200_000, "has 200,009 characters"),
+        ("json_schema", properties(9_000), "9,002 properties, alternatives and lists"),
+        ("json_schema", properties(1_200), "1,200 parts that take any value"),
+        ("json_schema", properties(1_200, True), "1,200 parts that take any value"),
+        (
+            "json_schema",
+            properties(600, {"additionalProperties": {"type": "null"}})[:-1]
+            + ", "
+            + properties(600, {"patternProperties": {"a": False}})[1:].replace('"properties', '"x'),
+            "1,200 parts that take any value",
+        ),
+        ("json_schema", properties(1_200, {"type": "null"}), "pairs of members in its objects"),
+        ("json_schema", json.dumps({"enum": ["a" * 300_000]}), "characters beside its desc"),
+        ("json_schema", json.dumps({"const": {"title": "a" * 300_000}}), "characters beside its"),
+        ("json_schema", "a" * 300_000, "300,000 characters"),
+        ("json_schema", json.dumps({"title": "a" * 600_000}), "600,013 characters"),
+        ("ebnf", "root ::= " + "a" * 300_000, "has 300,009 characters"),
         ("json_schema", json.dumps({"anyOf": [{"$ref": "x\n[log] forged"}]}), r"\$ref 'x\\n"),
         ("structural_tag", json.dumps({"format": "\x1b[2J"}), "format"),
     ],
@@ -73,7 +101,8 @@ def test_patterns_that_take_long_are_refused() -> None:
 
 
 def test_usual_grammars_are_taken() -> None:
-    parameters.grammar("json_schema", properties(500))
+    parameters.grammar("json_schema", properties(990))
+    parameters.grammar("json_schema", tools(200, words=150))
     parameters.grammar("json_schema", json.dumps({"description": "two\nlines", "enum": ["a\tb"]}))
     parameters.grammar("json_schema", "no JSON")
     parameters.grammar("ebnf", 'root ::= "a"\n')
@@ -121,6 +150,18 @@ def test_patterns_of_schemas_may_have_line_ends() -> None:
     assert schema_with_escaped_ends("no JSON\n") == "no JSON\n"
 
 
+def test_a_schema_of_many_prompts_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,000 prompts of a batch with one of 16 KB took 12 seconds, in which nothing was served."""
+    text = json.dumps({"type": "string", "pattern": r"\d", "title": "of this test"})
+    read = [Mock(wraps=json.loads), Mock(wraps=msgspec.json.decode)]
+    monkeypatch.setattr(json, "loads", read[0])
+    monkeypatch.setattr(msgspec.json, "decode", read[1])
+    for _ in range(3):
+        parameters.grammar("json_schema", text)
+        assert schema_with_escaped_ends(text) is text
+    assert [each.call_count for each in read] == [1, 1]
+
+
 def test_a_scheduler_is_sent_patterns_with_escapes() -> None:
     tag = json.dumps({"format": {"type": "regex", "pattern": "[^\n]"}})
     params: Any = SimpleNamespace(regex="[\r\n]", json_schema=None, structural_tag=tag)
@@ -146,5 +187,5 @@ def test_the_oldest_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     cache["f"] = of(60)
     assert list(cache) == ["g", "h", "i", "f"]
     cache.clear()
-    cache.update({"j": of(60), "k": of(40)})
-    assert list(cache) == ["j", "k"] and cache.get("f") is None
+    cache.update({"j": of(59), ("json", "k"): of(35)})
+    assert list(cache) == ["j", ("json", "k")] and cache.get("f") is None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,17 +92,33 @@ def test_rows_that_are_no_embeddings(rows: Any, sentence: str) -> None:
 
 def test_rows_that_are_embeddings() -> None:
     edge = [LARGEST_EMBEDDING] * WIDTH
-    check_embeddings("rows", [ROW, edge, torch.ones(WIDTH), torch.ones(1, WIDTH)], WIDTH)
+    one = [1.0] * WIDTH
+    mixed = check_embeddings("rows", [ROW, edge, torch.ones(WIDTH), torch.ones(1, WIDTH)], WIDTH)
+    assert mixed.tolist() == [ROW, edge, one, one] and mixed.dtype is torch.float32
+    assert check_embeddings("rows", [ROW, [1, 2, 3, 4]], WIDTH).tolist() == [ROW, [1, 2, 3, 4]]
+    assert check_embeddings("rows", torch.ones(2, WIDTH).bfloat16(), WIDTH).tolist() == [one] * 2
+
+
+def test_rows_of_a_prompt_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each conversion of a long prompt's takes a second, in which nothing else is served."""
+    converted = Mock(wraps=np.array)
+    monkeypatch.setattr(np, "array", converted)
+    monkeypatch.setattr(torch, "as_tensor", None)
+    monkeypatch.setattr(torch, "tensor", None)
+    request = sent(input_ids=None, input_embeds=[ROW] * CONTEXT)
+    by_position(request, check_sizes(request, SIZES))
+    assert converted.call_count == 1
+    assert request.positional_embed_overrides.embeds.tolist() == [ROW] * CONTEXT
 
 
 def test_embeddings_of_a_prompt_are_those_of_its_tokens() -> None:
     rows = [ROW, [0.25] * WIDTH]
     request = sent(input_ids=None, input_embeds=rows)
-    by_position(request)
+    by_position(request, check_sizes(request, SIZES))
     assert request.input_embeds is None and [*request.input_ids] == [1, 1]
     assert request.positional_embed_overrides.positions == [0, 1]
     assert request.positional_embed_overrides.embeds.tolist() == rows
     check_sizes(request, SIZES)
     of_ids = sent()
-    by_position(of_ids)
+    by_position(of_ids, check_sizes(of_ids, SIZES))
     assert of_ids == sent()

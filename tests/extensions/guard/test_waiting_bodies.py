@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +21,7 @@ Message = dict[str, Any]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_bounds, "PAUSE", 0.0)
+    monkeypatch.setattr(body_bounds, "SLOW", 0.0)
     monkeypatch.setattr(body_bounds, "IN_MEMORY", 10 * LONG)
     monkeypatch.setattr(body_bounds, "most_body_bytes", lambda: 20 * LONG)
 
@@ -29,9 +31,10 @@ class Client:
     error's sentence.
     """
 
-    def __init__(self, bounds: BodyBounds, path: str = "/generate") -> None:
+    def __init__(self, bounds: BodyBounds, path: str = "/generate", announced: int = 0) -> None:
         self._parts: asyncio.Queue[Message] = asyncio.Queue()
-        self._scope = {"type": "http", "path": path, "headers": [], "client": self}
+        headers = [(b"content-length", str(announced).encode())] if announced else []
+        self._scope = {"type": "http", "path": path, "headers": headers, "client": self}
         self.task = asyncio.create_task(self._ask(bounds))
         self.got: tuple[int, Any] = (0, None)
 
@@ -140,6 +143,24 @@ def test_a_body_that_drips_is_status_408(path: str, monkeypatch: pytest.MonkeyPa
     run(story)
 
 
+def test_a_long_body_has_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a video over a line of ten megabits a second."""
+    monkeypatch.setattr(body_bounds, "WHOLE", 0.05)
+    monkeypatch.setattr(body_bounds, "RATE", 20)
+
+    async def story(bounds: BodyBounds) -> None:
+        for announced, status in ((11, 200), (0, 408)):
+            client = Client(bounds, announced=announced)
+            for _ in range(10):
+                await client.send(b"a")
+                await asyncio.sleep(0.01)
+            await client.send(b"a", more=False)
+            await client.task
+            assert client.got[0] == status
+
+    run(story)
+
+
 def test_a_client_that_stalls_gives_way_to_those_that_send() -> None:
     async def story(bounds: BodyBounds) -> None:
         stalled, other, sender = Client(bounds), Client(bounds), Client(bounds)
@@ -158,6 +179,42 @@ def test_a_client_that_stalls_gives_way_to_those_that_send() -> None:
     run(story)
 
 
+def test_none_of_many_that_send_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pictures of many clients at once: each waits for room and is read."""
+    monkeypatch.setattr(body_bounds, "SLOW", 10.0)
+    monkeypatch.setattr(body_bounds, "WHOLE", 0.2)
+
+    async def story(bounds: BodyBounds) -> None:
+        clients = [Client(bounds) for _ in range(8)]
+        for part in range(5):
+            for client in clients:
+                await client.send(bytes(LONG), more=part < 4)
+                assert bounds._waiting._total <= (10 + 5 + len(clients)) * LONG
+        await asyncio.gather(*(client.task for client in clients))
+        assert [client.got for client in clients] == [(200, 5 * LONG)] * len(clients)
+        assert bounds._waiting._total == 0 and not bounds._waiting._arriving
+
+    run(story)
+
+
+def test_a_body_that_drips_gives_way_to_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_bounds, "SLOW", 0.05)
+
+    async def story(bounds: BodyBounds) -> None:
+        dripping, sender = Client(bounds), Client(bounds)
+        await dripping.send(bytes(9 * LONG))
+        await sender.send(bytes(2 * LONG))
+        await sender.send(b"", more=False)
+        for _ in range(10):
+            await dripping.send(b"a")
+            await asyncio.sleep(0.02)
+        await asyncio.gather(dripping.task, sender.task)
+        assert dripping.got[0] == 408 and "it came slowest" in dripping.got[1]
+        assert sender.got == (200, 2 * LONG)
+
+    run(story)
+
+
 def test_one_body_alone_may_have_more_than_all_together() -> None:
     async def story(bounds: BodyBounds) -> None:
         client = Client(bounds)
@@ -171,13 +228,14 @@ def test_one_body_alone_may_have_more_than_all_together() -> None:
 
 def test_whole_bodies_that_wait_for_their_turn_keep_others_waiting() -> None:
     async def story(bounds: BodyBounds) -> None:
-        await bounds._turns._lock.acquire()
+        bounds._turns._free_at = time.monotonic() + 1_000
         first, second = Client(bounds), Client(bounds)
         await first.send(bytes(9 * LONG), more=False)
         await second.send(bytes(2 * LONG))
         await second.send(b"", more=False)
         assert second._parts.qsize() == 1, "what has no room is not read"
-        bounds._turns._lock.release()
+        bounds._turns._free_at = 0.0
+        bounds._turns._wake()
         await asyncio.gather(first.task, second.task)
         assert first.got == (200, 9 * LONG) and second.got == (200, 2 * LONG)
 
