@@ -119,6 +119,8 @@ ensure_environment() {
     [ -x "$VENV/bin/python" ] || "$python" -m venv "$VENV" || die "cannot make .venv"
     if has_nvidia_gpu; then install_gpu; else install_cpu; fi
     if [ "$wanted" = test ]; then
+        # First xds-protos: it has an old copy of a module of opentelemetry-proto, which comes then.
+        install_packages "${LOCKED[@]}" "$LOCKS/router.lock"
         install_packages "${LOCKED[@]}" "$LOCKS/test.lock"
         install_browser
     fi
