@@ -7,8 +7,10 @@ copy was begun: what uses the memory next is ordered behind the copy (`streams.p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -17,6 +19,7 @@ from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.cache.tiers.served_tiers import disk_of
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.serving.device_streams import host_is_device, order_behind
+from sglang_hybrid.storage import weights
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -25,6 +28,14 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.tiers.background_copies import Offload
+
+
+MOST_POLLS: Final = 10_000
+"""Times that copies under way are looked at before they are left alone, as those of a disk that
+hangs; a count, since clocks of ranks differ.
+"""
+
+POLL_SECONDS: Final = 1e-3
 
 
 class HostTierCache(HybridRadixCache):
@@ -65,6 +76,7 @@ class HostTierCache(HybridRadixCache):
 
             share_host_room(self, self.cost)
         super().init_hicache(*args, **kwargs)
+        weights.watch_transfers(self)
 
     @property
     def copies_at_once(self) -> bool:
@@ -269,6 +281,25 @@ class HostTierCache(HybridRadixCache):
         super().check_hicache_events()
         if self.offload is not None:
             self.offload.step()
+
+    def end_transfers(self) -> None:
+        """Let all copies between the tiers that are under way end, on all ranks alike; no others
+        begin.
+        """
+        if self.ways is not None:
+            self.tree_core.due_copies.clear()
+        for _ in range(MOST_POLLS):
+            under_way = torch.tensor(
+                len(self.ongoing_write_through)
+                + len(self.ongoing_load_back)
+                + len(self.ongoing_prefetch)
+                + len(self.ongoing_backup)
+            )
+            self._all_reduce(under_way, torch.distributed.ReduceOp.MAX)
+            if not under_way.item():
+                return
+            super().check_hicache_events()
+            time.sleep(POLL_SECONDS)
 
     @property
     def requests_wait(self) -> bool:

@@ -59,7 +59,7 @@ def multiply_by_lm_head(
 
 def forget_old_weights(refused: str | None, model: Any = None) -> None:
     """Called before weights are updated in place: layers' methods forget what they derived from
-    them (`forget_derived_weights(layer)`), and the disk tier is told.
+    them (`forget_derived_weights(layer)`), and the tiers below the device are told.
     """
     if refused is not None:
         return
@@ -70,6 +70,22 @@ def forget_old_weights(refused: str | None, model: Any = None) -> None:
         if hasattr(method, "forget_derived_weights"):
             method.forget_derived_weights(module)
     weights.on_change()
+
+
+def forget_released_weights(manager: Any, request: Any) -> None:
+    """Called before weights leave the device's memory. Unless the host keeps them meanwhile
+    (`--enable-weights-cpu-backup`), others come back, and KV that is computed before these are
+    updated must not outlive the server: the tiers below the device are told.
+    """
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.runtime_context import get_server_args
+
+    from sglang_hybrid.storage import weights
+
+    leave = not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
+    kept = not manager.memory_saver_adapter.enabled or get_server_args().enable_weights_cpu_backup
+    if leave and not kept:
+        weights.on_change()
 
 
 def know_its_stage(*, model: Any, model_num_layers: int) -> tuple[tuple[()], dict[str, Any]] | None:

@@ -234,6 +234,15 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.model_executor.model_runner_components.weight_updater",
         ("_unsupported_derived_weight_cache_error", _AFTER, models.forget_old_weights, Need.CACHE),
     ),
+    *_in(
+        "sglang.srt.managers.scheduler_components.weight_updater",
+        (
+            "SchedulerWeightUpdaterManager.release_memory_occupation",
+            _BEFORE,
+            models.forget_released_weights,
+            Need.CACHE,
+        ),
+    ),
     # Serving: requests, keys, and how a server ends.
     *_in(
         "sglang.srt.observability.req_time_stats",

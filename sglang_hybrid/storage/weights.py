@@ -1,18 +1,30 @@
 """KV and states on disk belong to the weights that the server was started with.
 
 SGLang empties its cache after an update of the weights and leaves the third tier as it is; the next
-request would be answered from KV of the old weights (hooks/models.py).
+request would be answered from KV of the old weights (hooks/models.py). It does not empty the cache
+while anything is copied between tiers, so that is waited for.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
 from weakref import WeakSet
 
 from sglang_hybrid.storage.store import Store
 
 WHY_OFF = "the weights were updated; a restart with them uses the disk again"
 
+
+class Tiered(Protocol):
+    """A cache that copies between tiers."""
+
+    def end_transfers(self) -> None:
+        """Let all copies that are under way end."""
+        ...
+
+
 _stores: WeakSet[Store] = WeakSet()
+_caches: WeakSet[Tiered] = WeakSet()
 _changed = False
 
 
@@ -23,11 +35,18 @@ def watch(store: Store) -> None:
         store.turn_off(WHY_OFF)
 
 
+def watch_transfers(cache: Tiered) -> None:
+    """Whenever weights are about to change, copies in `cache` end before."""
+    _caches.add(cache)
+
+
 def on_change() -> None:
-    """Turn all watched stores off: weights are about to be updated in place. Called from hooks on
-    SGLang's weight updater.
+    """Turn all watched stores off, and wait for copies: weights are about to be updated in place.
+    Called from hooks on SGLang's weight updater, on all ranks alike.
     """
     global _changed
     _changed = True
     for store in list(_stores):
         store.turn_off(WHY_OFF)
+    for cache in list(_caches):
+        cache.end_transfers()

@@ -25,7 +25,7 @@ from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 from sglang_hybrid.storage.codecs.exactness import apart_if_exact
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
-from tests.cache.tiers import PollingServer, TieredServer, mark
+from tests.cache.tiers import SLOW, PollingServer, TieredServer, mark, set_speeds
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
 EXACT = CacheFields(PromptHints(exact=True))
@@ -105,6 +105,20 @@ def test_nothing_inexact_is_called_exact(writes: str) -> None:
         prompt = stem[: source.randrange(20, 60)] + [100 + number] * source.randrange(1, 4)
         server.serve_one(prompt, exactly=source.random() < 0.3)
     assert server.counted[True, True] >= 10 and server.counted[False, False] >= 10
+
+
+def test_exact_parts_do_not_hold_up_copies_of_others() -> None:
+    """What must stay exact is not copied down, and what the device gives up after it is."""
+    flags = options("reuse", hybrid_offload_watermark=0.0)
+    server = SignedServer.on(SIZES, flags, policy="write_through")
+    set_speeds(server.cache, SLOW)
+    server.serve_one(range(5, 25), exactly=True)
+    for first in (30, 60):
+        server.serve_one(range(first, first + 15))
+    for _ in range(8):
+        server.poll()
+    info = server.cache.tiers_info()
+    assert info["held"]["host"]["kv_tokens"] == 2 * 15
 
 
 def test_a_request_says_so_itself() -> None:

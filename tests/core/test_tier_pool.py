@@ -14,9 +14,10 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.returns.history import History
+from sglang_hybrid.core.tiers import tier_pool
 from sglang_hybrid.core.tiers.places import Placement, copies_of, was_refused
 from sglang_hybrid.core.tiers.rates import Link, Rates, Speeds, Tier
-from sglang_hybrid.core.tiers.tier_pool import TierPool
+from sglang_hybrid.core.tiers.tier_pool import LOOKED_AT, TierPool
 from sglang_hybrid.core.tiers.writes import CopyJudge, refuse
 from sglang_hybrid.core.victims.eviction import Lru, Marconi, Policy, Reuse
 from sglang_hybrid.core.victims.pool import Scarce
@@ -222,6 +223,23 @@ def test_a_copy_pushes_out_only_what_free_room_does_not_hold(
     assert judge.worth_resuming(long) is is_worth_it
 
 
+@pytest.mark.parametrize(("longer", "is_worth_it"), [(0, True), (1, False)])
+def test_nothing_is_pushed_out_for_a_path_that_is_longer_than_the_host(
+    longer: int, is_worth_it: bool
+) -> None:
+    """Though more short copies are there than are compared with it."""
+    cache = Cache(Lru())
+    kv = TierPool(HOST, Scarce.KV, COST, Lru(), cache.tree.clock, cache.rates)
+    cache.tree.listen(kv)
+    for _ in range(LOOKED_AT + 6):
+        cache.leaf(500, HOST)
+    cache.tree.clock.advance()
+    room = {Scarce.KV: 300, Scarce.STATES: 1}
+    long = cache.leaf((LOOKED_AT + 6) * 500 + 300 + longer, DEVICE)
+    judge = CopyJudge(HostPools(cache, kv), room.__getitem__, lambda: 1.0)
+    assert judge.worth_resuming(long) is is_worth_it
+
+
 class HostPools:
     """The pools on the host of `cache`: KV has one of its own."""
 
@@ -229,6 +247,7 @@ class HostPools:
 
     def __init__(self, cache: Cache, kv: TierPool) -> None:
         self.speeds, self.clock = cache.rates, cache.tree.clock
+        self.placement = cache.placement
         self.host_kv_pool, self.host_state_pool = kv, cache.host
 
 
@@ -250,6 +269,25 @@ def test_the_kv_that_only_a_leaf_keeps_counts_among_what_goes_with_it(scarce: Sc
     assert pool.next_victims(kv + states + 1) == [*answers, other]
     cache.tree.lock(shared, kv=True, state=False)
     assert pool.next_victims(kv + states) == [*answers, other]
+
+
+def test_a_large_tree_is_followed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nodes come and go."""
+    cache = Cache(Lru())
+    leaves = [cache.leaf(1_000 + number, DEVICE) for number in range(12)]
+    monkeypatch.setattr(tier_pool, "FOLLOWED_AT_ONCE", 3)
+    assert cache.device.next_victims(1) == []
+    gone = leaves.pop(3)
+    cache.placement.drop_state(gone, DEVICE)
+    cache.placement.drop_kv(gone, DEVICE)
+    cache.tree.remove(gone)
+    cache.tree.split(leaves[0], 400, "head", "tail")
+    cache.leaf(500, DEVICE, parent=leaves[5])
+    assert cache.device.next_victims(1) == [] == list(cache.device.next_uncopied(1))
+    everything = [cache.device.next_victims(10**15) for _ in range(3)][-1]
+    monkeypatch.undo()
+    assert everything == cache.pool(DEVICE, Lru(), None).next_victims(10**15)
+    assert len(everything) == 12 and not cache.device.check(cache.tree.walk())
 
 
 def test_a_state_that_goes_alone_frees_no_kv_above_it() -> None:

@@ -8,6 +8,7 @@ import torch
 from sglang.srt import runtime_context
 
 from sglang_hybrid.hooks import models
+from sglang_hybrid.storage import weights
 
 
 @pytest.fixture
@@ -44,3 +45,29 @@ def test_a_stage_has_the_layers_that_its_inner_model_names(
     else:
         assert changed == ((), {"model": model.model, "model_num_layers": 8})
     assert models.know_its_stage(model=SimpleNamespace(), model_num_layers=8) is None
+
+
+@pytest.mark.parametrize(
+    ("tags", "saves", "kept", "changes"),
+    [
+        (None, True, False, 1),
+        (["weights"], True, False, 1),
+        (["kv_cache"], True, False, 0),
+        (None, True, True, 0),
+        (None, False, False, 0),
+    ],
+)
+def test_weights_that_nothing_keeps_are_others_when_they_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+    tags: list[str] | None,
+    saves: bool,
+    kept: bool,
+    changes: int,
+) -> None:
+    told: list[None] = []
+    monkeypatch.setattr(weights, "on_change", lambda: told.append(None))
+    arguments = SimpleNamespace(enable_weights_cpu_backup=kept)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: arguments)
+    manager = SimpleNamespace(memory_saver_adapter=SimpleNamespace(enabled=saves))
+    models.forget_released_weights(manager, SimpleNamespace(tags=tags))
+    assert len(told) == changes

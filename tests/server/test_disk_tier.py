@@ -212,6 +212,8 @@ def test_other_weights_find_nothing(
     with tiered() as server:
         assert answers_as_cold(server, cold)
         written(disk)
+        for number in range(3):  # the last one's copies are under way
+            ask(server.url, random_prompt(700, seed=900 + number), 1)
         body = {"model_path": str(other)}
         requests.post(f"{server.url}/update_weights_from_disk", json=body).raise_for_status()
         updated = [ask(server.url, prompt, 4) for prompt in PROMPTS]

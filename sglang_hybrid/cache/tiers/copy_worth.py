@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.core.tiers.writes import AverageReturns, CopyJudge
+from sglang_hybrid.cache.tiers.inexact import stays_on_device
+from sglang_hybrid.core.tiers.writes import AverageReturns, CopyJudge, refuse
 from sglang_hybrid.core.victims.pool import Scarce
 
 if TYPE_CHECKING:
@@ -46,9 +47,12 @@ class WriteJudge:
 
     def accepts(self, node: UnifiedTreeNode) -> bool:
         """True if `node` should be copied now, with the KV that it needs above it. If it is not
-        worth it, it is judged again only after its next use.
+        worth it, or must not be copied, it is judged again only after its next use.
         """
         record = self._shadow_tree.record(node)
+        if stays_on_device(node):
+            refuse(record)
+            return False
         if not self._judge.can_judge(record, node.hit_count, self._least_uses()):
             return False
         if self._judge.accepts(record):

@@ -61,15 +61,17 @@ class MarkedTreeCore(UnifiedTreeCore):
         self.inexact.discard(node.id)
 
 
+def stays_on_device(node: UnifiedTreeNode) -> bool:
+    """True if copies of `node` would not be exact, and it must be."""
+    return chosen() is not None and is_exact_part(node.key.extra_key)
+
+
 class ExactPartsCache(UnifiedRadixCache):
     """SGLang's cache, which copies nothing down of requests that ask for exactness."""
 
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
         """As if the host had no room, which SGLang takes for an answer."""
-        if chosen() is not None and any(
-            is_exact_part(self.tree_core.node_by_id(node_id).key.extra_key)
-            for node_id in action.node_ids
-        ):
+        if any(stays_on_device(self.tree_core.node_by_id(each)) for each in action.node_ids):
             return 0
         written: int = super()._execute_and_commit_kv_backup(action, write_back)
         return written

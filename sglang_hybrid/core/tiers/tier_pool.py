@@ -29,6 +29,9 @@ from sglang_hybrid.core.victims.table import Table
 LOOKED_AT: Final = 64
 """Victims that a copy is compared with at most."""
 
+FOLLOWED_AT_ONCE: Final = 2_048
+"""Nodes of a tree that `next_victims` looks at for the first time in one call."""
+
 
 class SpeedsInForce(Protocol):
     """The object from which the speeds to decide with are read. `speeds` is another object after a
@@ -74,6 +77,7 @@ class TierPool(Pool):
         self._tells_on_choice = tells_on_choice
         self._in_force = speeds
         self._edges: KvEdges | None = None  # from the first `next_victims` on
+        self._unfollowed: list[Node] | None = None  # those that are not in them; None: all are
         self._speeds = speeds.speeds  # with which the tables were filled
 
     def cheapest(self, *, last_resort: bool = False) -> tuple[Node, float] | None:
@@ -86,7 +90,8 @@ class TierPool(Pool):
     def next_victims(self, needed: int) -> list[Node]:
         """The next victims, in order, until `needed` bytes of what is scarce are freed. Those that
         save nothing are left out, but their bytes count. The KV above a leaf that nothing else
-        keeps is freed after the leaf, and counts with it.
+        keeps is freed after the leaf, and counts with it. The first calls in a large tree, in each
+        of which a part of it is looked at, find none.
         """
         return list(self._next_victims(needed))
 
@@ -107,7 +112,10 @@ class TierPool(Pool):
         table = self._candidates
         if not len(table):
             return
-        edges, worthless = self._followed_edges(), self._slots(self._stateless)
+        edges = self._followed_edges()
+        if self._unfollowed is not None:
+            return
+        worthless = self._slots(self._stateless)
         if edges.freed_by(worthless) >= needed:
             return
         nodes, scores = list(table.nodes), self.policy.scores(table, self.clock).copy()
@@ -135,17 +143,31 @@ class TierPool(Pool):
     # Arrays of what is freed together
 
     def _followed_edges(self) -> KvEdges:
-        """The edges of the tree, which are followed from the first call on, with a candidate."""
+        """The edges of the tree, which are followed from the first call on, with a candidate. Of a
+        large tree each call looks at a part.
+        """
         if self._edges is None:
             self._edges = KvEdges(self.tier, self.scarce, self.cost)
-            below = [root_of(next(iter(self._home)))]
-            while below:
-                node = below.pop()
-                below.extend(node.children.values())
-                self._edges.put(node, self._weigh(node)[0])
-            for table in {self._home[node] for node in self._home}:
-                table.last_column()[:] = [self._edges.slot(node) for node in table.nodes]
+            root = root_of(next(iter(self._home)))
+            self._edges.put(root, 0)
+            self._unfollowed = list(root.children.values())
+        if self._unfollowed is not None:
+            self._follow(self._edges, self._unfollowed)
         return self._edges
+
+    def _follow(self, edges: KvEdges, below: list[Node]) -> None:
+        """Put some of the nodes `below`, and of those under them, into `edges`."""
+        for _ in range(FOLLOWED_AT_ONCE):
+            if not below:
+                break
+            node = below.pop()
+            if node.parent is not None:  # else it was removed meanwhile
+                below.extend(node.children.values())
+                edges.put(node, self._weigh(node)[0])
+        if not below:
+            self._unfollowed = None
+            for table in {self._home[node] for node in self._home}:
+                table.last_column()[:] = [edges.slot(node) for node in table.nodes]
 
     @staticmethod
     def _slots(table: Table) -> IntArray:

@@ -7,7 +7,13 @@ from typing import Protocol
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.nodes import Clock, Node
-from sglang_hybrid.core.tiers.places import ALL_TIERS, copies_of, was_refused, without_up_to
+from sglang_hybrid.core.tiers.places import (
+    ALL_TIERS,
+    Placement,
+    copies_of,
+    was_refused,
+    without_up_to,
+)
 from sglang_hybrid.core.tiers.rates import Speeds, Tier
 from sglang_hybrid.core.tiers.tier_pool import SpeedsInForce, TierPool
 from sglang_hybrid.core.victims.pool import Scarce
@@ -65,6 +71,8 @@ class HostPools(Protocol):
     def speeds(self) -> SpeedsInForce: ...
     @property
     def clock(self) -> Clock: ...
+    @property
+    def placement(self) -> Placement: ...
     @property
     def host_kv_pool(self) -> TierPool: ...
     @property
@@ -132,8 +140,12 @@ class CopyJudge:
         return write_pays(self._missing(node), saves, returns, Tier.HOST, speeds)
 
     def _beats_the_host(self, node: Node) -> bool:
-        """True if there is room for the copy, or it is worth more than what it would push out."""
+        """True if there is room for the copy, or it is worth more than what it would push out; not
+        if the path to it is longer than the host, which would be emptied in vain.
+        """
         pools, cost = self._pools, self._pools.cost
+        if node.depth > self._room(Scarce.KV) + pools.placement.kv_tokens[Tier.HOST]:
+            return False
         kinds = [
             (Scarce.KV, pools.host_kv_pool, missing_tokens(node), cost.kv_bytes_per_token),
             (Scarce.STATES, pools.host_state_pool, int(pools.has_states), cost.state_bytes),

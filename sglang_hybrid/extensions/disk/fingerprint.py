@@ -24,7 +24,8 @@ _SETTINGS = ("config.json", "hf_quant_config.json", "quantize_config.json", "ada
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of the weights in a folder, and of their configuration; 32 hex digits.
+    """A hash of the weights in a folder, of their configuration, and of the code that is there; 32
+    hex digits.
 
     Raises OSError, and FileNotFoundError if there are no weights.
     """
@@ -33,7 +34,7 @@ def fingerprint(folder: Path) -> str:
         raise FileNotFoundError(f"{folder} holds no weights")
     total = blake2b(digest_size=16)
     whole = sum(path.stat().st_size for path in weights) <= WHOLE_BYTES
-    for name in _SETTINGS:
+    for name in (*_SETTINGS, *sorted(path.name for path in folder.glob("*.py"))):
         path = folder / name
         if path.is_file():
             total.update(name.encode() + blake2b(path.read_bytes()).digest())

@@ -8,12 +8,15 @@ expected uses per second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from sglang_hybrid.core.costs.cost import FloatArray
 from sglang_hybrid.core.returns.hazards import reuse_class_of
 from sglang_hybrid.core.returns.reuse import ReuseIndex
 from sglang_hybrid.extensions.disk.object_file import Header
@@ -59,6 +62,10 @@ class ObjectIndex:
         """The number of objects."""
         return len(self._objects)
 
+    def __len__(self) -> int:
+        """The number of files."""
+        return len(self._files)
+
     def __contains__(self, path: Path) -> bool:
         return path in self._files
 
@@ -73,34 +80,33 @@ class ObjectIndex:
         """All files, the one that is expected to be used least often first. Of equals the longest
         unused is first; of files that were used at the same time, the one that was written last.
         """
-        return self._by_rate(now, lambda rate, file: (rate, file.last_use, -file.header.written))
+        files = self.files()
+        last_use = np.array([file.last_use for file in files])
+        written = np.array([file.header.written for file in files])
+        return _ordered(files, self._rates(files, last_use, now), last_use, -written)
 
     def warmest(self, now: float) -> list[StoredFile]:
         """All files, the one that is expected to be used most often first. Of equals, and where no
         use is known, the one that was used last is first; within the same minute states come
         before KV.
         """
-        return self._by_rate(
-            now if self._knows_uses else None,
-            lambda rate, file: (
-                *(-rate, -int(file.last_use / 60)),
-                *(file.header.kind == "kv", -file.last_use),
-            ),
-        )
-
-    def _by_rate(
-        self, now: float | None, key: Callable[[float, StoredFile], tuple[float, ...]]
-    ) -> list[StoredFile]:
-        """All files, sorted by a key of their expected uses per second (0 if `now` is None)."""
         files = self.files()
-        rates = np.zeros(len(files))
-        if files and now is not None:
-            self._intervals.on_request(now)
-            classes = np.array([file.reuse_class for file in files], dtype=np.int64)
-            ages = np.array([max(0.0, now - file.last_use) for file in files])
-            rates = self._intervals.weights(classes, ages)[0]
-        order = sorted(zip(rates.tolist(), files, strict=True), key=lambda pair: key(*pair))
-        return [file for _, file in order]
+        last_use = np.array([file.last_use for file in files])
+        rates = self._rates(files, last_use, now if self._knows_uses else None)
+        is_kv = np.array([file.header.kind == "kv" for file in files])
+        return _ordered(files, -rates, -(last_use // 60), is_kv, -last_use)
+
+    def _rates(
+        self, files: Sequence[StoredFile], last_use: FloatArray, now: float | None
+    ) -> FloatArray:
+        """Expected uses per second [n] of `files`, last used at `last_use` [n]; 0 if `now` is
+        None.
+        """
+        if not files or now is None:
+            return np.zeros(len(files))
+        self._intervals.on_request(now)
+        classes = np.array([file.reuse_class for file in files], dtype=np.int64)
+        return self._intervals.weights(classes, np.maximum(now - last_use, 0.0))[0]
 
     def uses(self) -> Uses:
         """Counts of uses of files, and what they tell of others. Changes nothing."""
@@ -156,3 +162,10 @@ class ObjectIndex:
             if found is not None and found[0] is file:
                 del self._objects[name]
         return current
+
+
+def _ordered(files: Sequence[StoredFile], *keys: npt.NDArray[Any]) -> list[StoredFile]:
+    """`files`, ordered by the first of the keys [n] each, of equals by the next one. numpy sorts:
+    while Python's own does, no other thread of the scheduler goes on.
+    """
+    return [files[at] for at in np.lexsort(keys[::-1]).tolist()]

@@ -180,7 +180,7 @@ class ObjectStore:
         """Add a file that was there at the start, unless it was written and evicted since the start
         listed it.
         """
-        with self._lock:
+        with self._write_lock, self._lock:
             if path not in self._index and self.in_use and os.path.lexists(path):
                 self._index.add(path, header, last_use)
                 self.counts.found_at_start += len(header.names)
@@ -200,17 +200,21 @@ class ObjectStore:
 
     def evict(self, least: int) -> bool:
         """Remove what is expected to be used least often, so many bytes or some more. Returns False
-        if there is not as much; then nothing is removed.
+        if there is not as much; then nothing is removed. The caller lets nobody write meanwhile.
         """
         with self._lock:
             if least > self.used_bytes:
                 return False
             missing = min(least + int(_ROOM_AT_ONCE * self.used_bytes), self.used_bytes)
-            for file in self._index.files_by_value(self._now()):
-                if missing <= 0:
-                    break
+            files = self._index.files_by_value(self._now())
+        for file in files:
+            if missing <= 0:
+                break
+            with self._lock:
+                current = self._index.drop(file)
+            if current:  # others may ask meanwhile
+                remove(file.path, file.header.file_bytes)
                 missing -= file.header.file_bytes
-                self._forget(file)
                 self.counts.files_evicted += 1
         return True
 
@@ -218,7 +222,7 @@ class ObjectStore:
         """Remove files above the budget. What is put while the store starts and what earlier
         servers left may be more than it together.
         """
-        with self._write_lock, self._lock:
+        with self._write_lock:
             if 0 < self.budget < self.used_bytes:
                 self.evict(self.used_bytes - self.budget)
 
@@ -240,17 +244,16 @@ class ObjectStore:
         self.folder.close()
 
     def info(self) -> dict[str, Any]:
-        """For /server_info; counts over all tenants."""
-        with self._lock:
-            return {
-                "bytes": self.used_bytes,
-                "budget": self.budget,
-                "objects": self._index.objects,
-                "files": len(self._index.files()),
-                **asdict(self.counts),
-                "off": self.off,
-                "refused": self.refused,
-            }
+        """For /server_info; counts over all tenants. The scheduler asks: it waits for nobody."""
+        return {
+            "bytes": self.used_bytes,
+            "budget": self.budget,
+            "objects": self._index.objects,
+            "files": len(self._index),
+            **asdict(self.counts),
+            "off": self.off,
+            "refused": self.refused,
+        }
 
     def _use(self, files: Sequence[StoredFile]) -> None:
         """Files of one call are used at the same time. What lies deeper in a prompt was written
@@ -259,12 +262,12 @@ class ObjectStore:
         now = self._now()
         for file in dict.fromkeys(files):
             self._index.on_use(file, now)
-            if now - file.touched > _TOUCH_SECONDS:
+            if abs(now - file.touched) > _TOUCH_SECONDS:
                 file.touched = now
                 with contextlib.suppress(OSError):
                     os.utime(file.path, (now, now), follow_symlinks=False)
         saves = self._saver is not None and self._saver.is_alive()  # one that began before
-        if files and now - self._uses_saved > _SAVE_SECONDS and not saves:
+        if files and abs(now - self._uses_saved) > _SAVE_SECONDS and not saves:
             self._uses_saved = now
             self._saver = threading.Thread(target=self._save_uses, name="hybrid-uses", daemon=True)
             self._saver.start()
@@ -313,7 +316,8 @@ class ObjectStore:
             )
 
     def _may_write(self) -> bool:
-        if not self.in_use or self._now() < self._retry_at:
+        waits = self._retry_at - self._now()
+        if not self.in_use or 0 < waits <= RETRY_SECONDS:  # more where the clock went back
             return False
         if not self.folder.is_held:
             self.turn_off(f"{self.folder.path} was removed; a restart makes it again")

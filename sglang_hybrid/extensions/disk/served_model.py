@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,20 @@ _SETTINGS = (
     "model_loader_extra_config",
     "modelopt_quant",
     "quantize_and_serve",
-    "rl_quant_profile",
     "weight_version",
     "load_format",
+    "kt_method",
+    "kt_num_gpu_experts",
+    "forward_hooks",
+    "enable_precise_embedding_interpolation",
 )
 """Server arguments that change what KV and states of the same tokens are."""
 
-_FILES = ("quantization_param_path", "decrypted_config_file")
+_FILES = ("quantization_param_path", "decrypted_config_file", "rl_quant_profile")
 """Server arguments that name a file whose content does."""
+
+_FROM_ELSEWHERE = ("remote_instance", "rdma", "private", "ipc_cache")
+"""Load formats whose weights are not those of --model-path: another server's, say."""
 
 _PACKAGES = ("sglang", "torch")
 
@@ -41,22 +48,37 @@ class Unidentified(Exception):
 def served_model() -> dict[str, Any]:
     """Facts about weights, settings and versions, as JSON.
 
-    Raises Unidentified where weights are random, or files are not found.
+    Raises Unidentified where weights are random or come from elsewhere, or files are not found.
     """
     from sglang.srt.runtime_context import get_server_args
 
     arguments: Any = get_server_args()
     if arguments.load_format == "dummy":
         raise Unidentified("weights of --load-format dummy have no identity")
+    if elsewhere := next(_elsewhere(arguments), ""):
+        raise Unidentified(f"weights of {elsewhere} may be others than those of --model-path")
     adapters = [_adapter(adapter) for adapter in arguments.lora_paths or ()]
     return {
         "sglang_hybrid": __version__,
         **{name: importlib.metadata.version(name) for name in _PACKAGES},
         "weights": _fingerprint(arguments.model_path, arguments.revision),
         "adapters": sorted(adapters),
+        "experts": arguments.kt_weight_path and _fingerprint(arguments.kt_weight_path),
         **{name: str(getattr(arguments, name, None)) for name in _SETTINGS},
         **{name: _content(getattr(arguments, name, None)) for name in _FILES},
     }
+
+
+def _elsewhere(arguments: Any) -> Iterator[str]:
+    """Flags by which weights come from elsewhere than the model's folder."""
+    if arguments.load_format in _FROM_ELSEWHERE:
+        yield f"--load-format {arguments.load_format}"
+    if arguments.weight_cache_mode == "client":
+        yield "--weight-cache-mode client"
+    if arguments.download_dir and not os.path.isdir(arguments.model_path):
+        yield f"--download-dir {arguments.download_dir}"  # the configuration is elsewhere
+    if restored := arguments.modelopt_checkpoint_restore_path:
+        yield f"--modelopt-checkpoint-restore-path {restored}"
 
 
 def _content(path: str | None) -> str | None:
@@ -74,10 +96,10 @@ def _adapter(adapter: Any) -> list[str]:
     name, path = getattr(adapter, "lora_name", None), getattr(adapter, "lora_path", None)
     if not path:
         raise Unidentified(f"the files of the adapter {adapter!r} are not known")
-    return [str(name), str(path), _fingerprint(path, None)]
+    return [str(name), str(path), _fingerprint(path)]
 
 
-def _fingerprint(model: str, revision: str | None) -> str:
+def _fingerprint(model: str, revision: str | None = None) -> str:
     try:
         return fingerprint(_folder_of(model, revision))
     except OSError as error:

@@ -45,6 +45,15 @@ class TestFingerprint:
         (two / "config.json").write_text('{"rope_theta": 1}')
         assert fingerprint(one) != fingerprint(two)
 
+    def test_the_code_of_a_model_counts(self, tmp_path: Path) -> None:
+        """With `--trust-remote-code` it computes the KV."""
+        one, two = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b")
+        for folder in (one, two):
+            (folder / "modeling_own.py").write_text("SCALE = 1\n")
+        assert fingerprint(one) == fingerprint(two)
+        (two / "modeling_own.py").write_text("SCALE = 2\n")
+        assert fingerprint(one) != fingerprint(two)
+
     def test_files_of_other_formats_count(self, tmp_path: Path) -> None:
         found = set()
         for number in range(3):

@@ -19,7 +19,17 @@ from sglang_hybrid.extensions.disk.object_file import Header
 from sglang_hybrid.extensions.disk.object_store import RETRY_SECONDS, ObjectStore
 from sglang_hybrid.extensions.disk.store_start import open_store
 from sglang_hybrid.extensions.disk.tier_folder import TIER, FolderError
-from tests.extensions.disk.objects import FACTS, RANK, SIZE, Open, held, opened, put, warnings_of
+from tests.extensions.disk.objects import (
+    FACTS,
+    RANK,
+    SIZE,
+    Open,
+    held,
+    opened,
+    put,
+    put_each,
+    warnings_of,
+)
 
 
 @pytest.fixture
@@ -317,6 +327,39 @@ def test_two_threads_that_write_keep_the_budget(
     assert store.used_bytes <= store.budget and len(held(store, 1, 2)) == 2
 
 
+def test_others_may_ask_while_files_are_evicted(
+    start: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removing many files takes long."""
+    store = start()
+    put_each(store, range(50))
+    answered: list[bool] = []
+    remove = own_files.remove
+
+    def remove_and_ask(path: Path, size: int) -> None:
+        if not answered:
+            asking = threading.Thread(target=store.knows, args=("kv", ["k0"]))
+            asking.start()
+            asking.join(10)
+            answered.append(not asking.is_alive())
+        remove(path, size)
+
+    monkeypatch.setattr(object_store, "remove", remove_and_ask)
+    assert store.evict(2 * store.used_bytes // 50)
+    assert answered == [True] and store.counts.files_evicted >= 2
+
+
+def test_the_report_waits_for_nobody(start: Open) -> None:
+    """The scheduler asks for it."""
+    store, found = start(), []
+    put(store, 1)
+    asking = threading.Thread(target=lambda: found.append(store.info()["files"]), daemon=True)
+    with store._lock:
+        asking.start()
+        asking.join(20)
+    assert found == [1]
+
+
 def test_what_was_written_again_is_not_removed_for_what_was_damaged_before(
     start: Open, folder: Path
 ) -> None:
@@ -351,6 +394,23 @@ def test_a_full_disk_is_one_line_and_tried_again(
     if store._saver is not None:
         store._saver.join()  # it writes how often files were used
     assert not list(folder.rglob("*.tmp")) and store.counts.not_written == 3
+
+
+def test_a_clock_that_goes_back_stops_nothing(
+    start: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that refused is tried again, and uses are written down."""
+    store = start()
+    put(store, 1), put(store, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        assert not put(store, 3)
+    store._now.now -= 900_000  # type: ignore[attr-defined]
+    assert put(store, 3) and held(store, 1, 2, 3) == [1, 2, 3]
+    assert sum(path.stat().st_mtime < 200_000 for path in files(folder)) == 2
+    assert store._saver is not None
+    store._saver.join()
+    assert store.folder.uses.exists()
 
 
 def test_a_folder_that_is_removed_turns_the_tier_off(

@@ -47,10 +47,13 @@ def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identity:
         ("model_loader_extra_config", '{"a": 1}'),
         ("modelopt_quant", "fp8"),
         ("quantize_and_serve", True),
-        ("rl_quant_profile", "another"),
         ("model_impl", "transformers"),
         ("weight_version", "another"),
         ("load_format", "safetensors"),
+        ("kt_method", "BF16"),
+        ("kt_num_gpu_experts", 4),
+        ("forward_hooks", [{"name": "steer", "config": {"by": 2}}]),
+        ("enable_precise_embedding_interpolation", True),
     ],
 )
 def test_each_setting_counts(identity: Identity, name: str, value: object) -> None:
@@ -58,7 +61,9 @@ def test_each_setting_counts(identity: Identity, name: str, value: object) -> No
     assert identity(**{name: value}) == identity(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["quantization_param_path", "decrypted_config_file"])
+@pytest.mark.parametrize(
+    "name", ["quantization_param_path", "decrypted_config_file", "rl_quant_profile"]
+)
 def test_the_content_of_each_file_counts(identity: Identity, tmp_path: Path, name: str) -> None:
     """Not its path."""
     file, copy = tmp_path / "a.json", tmp_path / "b.json"
@@ -98,6 +103,34 @@ def test_our_own_version_counts(identity: Identity, monkeypatch: pytest.MonkeyPa
 def test_weights_count_and_where_they_lie_does_not(identity: Identity, tmp_path: Path) -> None:
     copy, other = checkpoint(tmp_path / "copy"), checkpoint(tmp_path / "other", changed=3)
     assert identity(model_path=str(copy)) == identity() != identity(model_path=str(other))
+
+
+def test_the_experts_of_a_folder_of_their_own_count(identity: Identity, tmp_path: Path) -> None:
+    one, two = (str(checkpoint(tmp_path / name, seed)) for seed, name in enumerate("ab"))
+    assert len({identity(), identity(kt_weight_path=one), identity(kt_weight_path=two)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("load_format", each) for each in ("remote_instance", "rdma", "private", "ipc_cache")),
+        ("weight_cache_mode", "client"),
+        ("modelopt_checkpoint_restore_path", "/quantized"),
+    ],
+)
+def test_weights_from_elsewhere_have_no_identity(identity: Identity, name: str, value: str) -> None:
+    """Those in the model's folder may be others."""
+    with pytest.raises(Unidentified, match=f"{value} may be others than those of --model-path"):
+        identity(**{name: value})
+
+
+def test_of_a_name_on_the_hub_only_the_usual_downloads_are_looked_at(
+    identity: Identity, tmp_path: Path
+) -> None:
+    """An older snapshot may lie there, and the one that is served in another folder."""
+    with pytest.raises(Unidentified, match="weights of --download-dir"):
+        identity(model_path="some/model", download_dir=str(tmp_path))
+    assert identity(download_dir=str(tmp_path)) == identity(), "a folder is not downloaded"
 
 
 def test_adapters_count_by_name_place_and_weights(identity: Identity, tmp_path: Path) -> None:

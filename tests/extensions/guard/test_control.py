@@ -35,6 +35,7 @@ from sglang_hybrid.cache.queue.clock import ClockTick
 from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
 from sglang_hybrid.explain.messages import ExplainReq, ResidencyReq
 from sglang_hybrid.extensions.guard.control import ControlFailed, dispatch, handlers
+from sglang_hybrid.extensions.guard.refusals import release_memory
 from sglang_hybrid.serving.requests.errors import Refused
 from tests.messages import generation
 
@@ -312,3 +313,19 @@ def test_a_body_of_other_types_is_a_mistake_of_its_sender(field: str, value: Any
     body: Any = {"model": "default", "messages": [{"role": "user", "content": "a"}], field: value}
     with pytest.raises(ValidationError):
         ChatCompletionRequest(**body)
+
+
+def test_memory_is_released_once_copies_between_tiers_have_ended() -> None:
+    ended: list[None] = []
+    scheduler: Any = SimpleNamespace(
+        tree_cache=SimpleNamespace(end_transfers=lambda: ended.append(None)),
+        is_fully_idle=lambda ignore_waiting: bool(ended),
+        weight_updater=SimpleNamespace(offload_tags=set()),
+        _engine_paused=False,
+    )
+    release_memory(scheduler, ReleaseMemoryOccupationReqInput())
+    assert len(ended) == 1
+    scheduler.tree_cache = SimpleNamespace()
+    ended.clear()
+    with pytest.raises(Refused, match="while requests run"):
+        release_memory(scheduler, ReleaseMemoryOccupationReqInput())

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.nodes import Clock, Kind, Node
 from sglang_hybrid.core.server_settings import ServedTiers, Split
-from sglang_hybrid.core.tiers.places import ALL_TIERS, Unit, copies_of
+from sglang_hybrid.core.tiers.places import ALL_TIERS, Placement, Unit, copies_of
 from sglang_hybrid.core.tiers.rates import Rates, Tier
 from sglang_hybrid.core.tiers.tier_pool import TierPool
 from sglang_hybrid.core.tiers.writes import AverageReturns, CopyJudge
@@ -49,6 +49,10 @@ class ServedCopies:
     @property
     def clock(self) -> Clock:
         return self.memory.tree.clock
+
+    @property
+    def placement(self) -> Placement:
+        return self.memory.placement
 
     @property
     def host_kv_pool(self) -> TierPool:
