@@ -438,6 +438,9 @@ REFUSED = {
     Case(QWEN, ("--hybrid-memory", "one", "--disaggregation-mode", "prefill")): (
         "other servers reach rows where they lie; leave out --disaggregation-mode, or use --hybrid"
     ),
+    Case(QWEN, (*HOST.split(), "--hicache-mem-layout", "layer_first")): (
+        "--hicache-mem-layout layer_first has no room for states; leave it out, or give page_first"
+    ),
     Case(NEMOTRON, (*KEEPS_KV.split(), "--enable-hierarchical-cache")): (
         "keeps KV on the device only; leave out --enable-hierarchical-cache there, or"
     ),
