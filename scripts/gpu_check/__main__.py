@@ -93,7 +93,7 @@ def steps_on_a_gpu() -> list[Step]:
         exact = module("models", "nemotron-h", "--float32", *stand_ins)
         if gpus() > 1:  # not beside others: SGLang wants as much free memory on both
             two = [*exact, "--", "--tp-size", "2"]
-            found.append(Step("nemotron-h, two GPUs", two, 120))
+            found.append(Step("nemotron-h, two GPUs", two, 180))
         found.append(Step("nemotron-h, float32", exact, 240, together=True))
         found.append(Step("nemotron-h, tiers", [*exact, "--tiers"], 240, together=True))
         found.append(Step("nemotron-h, spilled", [*exact, "--spills"], 240, together=True))

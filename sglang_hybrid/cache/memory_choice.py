@@ -185,7 +185,7 @@ def _why_unchecked(device: str) -> str:
     here = f"{gpu} with SGLang {version('sglang')}"
     verdict = find_verdict(gpu, version("sglang"))
     if verdict is None:
-        return f"one memory was not checked on {here}; scripts/gpu_check.sh does that"
+        return f"one memory was not checked on {here}; scripts/gpu_check.sh --one-memory checks it"
     if not verdict.passed:
         wrong = ", ".join(verdict.wrong) or "something"
         return f"scripts/gpu_check.sh found {wrong} wrong with one memory on {here}"

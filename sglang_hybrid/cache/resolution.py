@@ -52,6 +52,12 @@ SPARSE = ("minicpm_flashattn", "minicpm_flashinfer")
 attention.
 """
 
+LAYOUTS_OF_STATES = ("page_first", "page_first_direct")
+STORES_WITH_A_LAYOUT = ("mooncake", "npu_memcache")
+"""Values of --hicache-storage-backend with which SGLang takes another layout for `layer_first`
+(arg_groups/hicache_hook.py:195).
+"""
+
 TOKENS_WITHOUT_KV = 1 << 22
 """KV tokens of a model without attention. The list of free ones takes 32 MiB."""
 
@@ -61,7 +67,8 @@ def settle_states(server_args: ServerArgs) -> None:
 
     Raises ValueError where one buffer per request was asked for beside pages of several tokens, for
     drafts, ranks and stages that SGLang would answer wrongly with, for host memory below a tree of
-    KV only or of windows and states, and for what one memory cannot be combined with.
+    KV only or of windows and states, or in a layout that holds none, and for what one memory cannot
+    be combined with.
     """
     _prefixes_of_minicpm(server_args)
     check_unified_memory(server_args)
@@ -71,6 +78,7 @@ def settle_states(server_args: ServerArgs) -> None:
     check_device_codec(server_args)
     _no_host_below_kv_alone(server_args)
     _no_host_below_windows(server_args)
+    _no_layout_without_states(server_args)
     _one_slot_for_a_running_request(server_args)
     _one_state_buffer_for_pure_state_space_models(server_args)
     _no_single_buffer_with_pages(server_args)
@@ -266,6 +274,21 @@ def _no_host_below_windows(server_args: ServerArgs) -> None:
         raise ValueError(
             "a model with sliding windows beside states has no copies on the host; leave out "
             "--enable-hierarchical-cache."
+        )
+
+
+def _no_layout_without_states(server_args: ServerArgs) -> None:
+    """SGLang's host pool of states has two layouts (pool_host/mamba.py:103), and ends the start at
+    an assertion in another one, once the model is loaded.
+    """
+    view = resolving_view(server_args)
+    if not view.enable_hierarchical_cache or not view.uses_mamba_radix_cache:
+        return
+    of_sglang = view.hicache_storage_backend in STORES_WITH_A_LAYOUT
+    if view.hicache_mem_layout not in LAYOUTS_OF_STATES and not of_sglang:
+        raise ValueError(
+            f"--hicache-mem-layout {view.hicache_mem_layout} has no room for states; leave it out, "
+            f"or give {' or '.join(LAYOUTS_OF_STATES)}."
         )
 
 

@@ -247,7 +247,11 @@ def _pages(it: ServerSetup) -> str | None:
     """Branches and hits lie on whole pages."""
     if it.page_size == 1:
         return None
-    also = " and an --attention-backend without pages, such as triton" if it.pages_needed else ""
+    also = (
+        " and an --attention-backend without pages, such as triton, if that is as fast here"
+        if it.pages_needed
+        else ""
+    )
     slots = (
         f", and a running request holds {it.held} state slots instead of 1"
         if it.slots and it.planned and it.held > 1

@@ -78,6 +78,13 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
     if not ours:
         for line in _without_effect(options):
             print(f"sglang_hybrid: {line}", flush=True)
+    theirs = getattr(flags, "radix_eviction_policy", "lru")
+    if ours and theirs != "lru" and options.policy is not Eviction.SGLANG_LRU:
+        print(
+            f"sglang_hybrid: --radix-eviction-policy {theirs} does nothing with --hybrid-eviction "
+            f"{options.hybrid_eviction.value}; leave it out, or give --hybrid-eviction sglang-lru.",
+            flush=True,
+        )
     marked = ours and options.policy is not Eviction.SGLANG_LRU and flags.enable_hierarchical_cache
     if options.smaller_copies and not marked:
         raise StartupError(

@@ -419,7 +419,7 @@ def test_what_two_pools_lend_each_other_is_moved_between_forwards(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """In the forwards' stream, however late they are; and the host waits for nothing."""
-    served = [lend_late(monkeypatch, seed, LENDING[name]) for seed in seeds(2)]
+    served = [lend_late(monkeypatch, seed, LENDING[name]) for seed in seeds(6)]
     assert all(moved(at.cache) for at in served)
     assert not any(at.gpu.waits for at in served)
 

@@ -32,6 +32,7 @@ WEIGHTS_SHARE = 0.6
 
 
 SPILLS = "a state without a slot lies in the place of "
+PARKS = "KV without room lies in slots without a state"
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Start:
             "eviction ",
             "KV and states have a pool each",
             "the cost of this model is",
-            SPILLS,
+            *(SPILLS, PARKS),
         )
         return [line for line in self.log if not line.startswith(of_every_server)]
 

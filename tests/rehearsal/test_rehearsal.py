@@ -312,6 +312,17 @@ FLAGGED += [
         *("H100", "Qwen3.5-35B", NEXTN, WITH_HEADS),
         "let 10 requests run at once instead of 48, since each counts for 5",
     ),
+    flagged("H100", QWEN, "--tp-size 8 --ep-size 8", ONE_SLOT | SPILL),
+    flagged(
+        *("H100", KIMI, "--tp-size 4 --attention-backend flashmla"),
+        {"strategy": "extra_buffer", "held": 3, "page": 64, "why_split": None, **SPILL},
+        "use --page-size 1 and an --attention-backend without pages, such as triton, if that is as",
+    ),
+    flagged(
+        *("B200", QWEN, "--tp-size 4 --attention-backend trtllm_mha --kv-cache-dtype fp8_e4m3"),
+        {"strategy": "extra_buffer", "held": 3, "page": 64, "kv_dtype": "uint8", **SPILL},
+        "use --page-size 1 and an --attention-backend without pages",
+    ),
     flagged("H200", QWEN, "", ONE_SLOT),
     flagged("H200", "Qwen3.5-35B", NEXTN, WITH_HEADS | {"running": 40}, TOO_FEW_SLOTS),
 ]
@@ -437,6 +448,9 @@ REFUSED = {
     Case("Falcon-H1-7B", ("--tp-size", "8")): "cannot share the 12 heads of the model's attention",
     Case(QWEN, ("--hybrid-memory", "one", "--disaggregation-mode", "prefill")): (
         "other servers reach rows where they lie; leave out --disaggregation-mode, or use --hybrid"
+    ),
+    Case(QWEN, (*HOST.split(), "--hicache-mem-layout", "layer_first")): (
+        "--hicache-mem-layout layer_first has no room for states; leave it out, or give page_first"
     ),
     Case(NEMOTRON, (*KEEPS_KV.split(), "--enable-hierarchical-cache")): (
         "keeps KV on the device only; leave out --enable-hierarchical-cache there, or"

@@ -64,6 +64,19 @@ def test_a_model_without_states_keeps_sglangs_unless_a_policy_was_asked_for(tmp_
     assert choose_backend(flags(path), asked("marconi")) == OURS
 
 
+def test_sglangs_own_order_of_eviction_is_said_to_do_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = flags(model(tmp_path, HYBRID), radix_eviction_policy="lfu")
+    assert choose_backend(given, HybridConfig()) == OURS
+    said = capsys.readouterr().out
+    assert "--radix-eviction-policy lfu does nothing with --hybrid-eviction auto; leave" in said
+    choose_backend(given, asked("sglang-lru"))
+    given.radix_eviction_policy = "lru"
+    choose_backend(given, HybridConfig())
+    assert capsys.readouterr().out == ""
+
+
 def test_settings_that_only_our_cache_reads_are_said_to_do_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
