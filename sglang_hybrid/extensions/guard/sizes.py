@@ -107,7 +107,8 @@ def _matrix(rows: Sequence[Any] | torch.Tensor) -> torch.Tensor | None:
         values = np.array(rows)
     except (TypeError, ValueError, OverflowError):
         return None
-    return torch.from_numpy(values.astype(np.float32)) if values.dtype.kind in "fiu" else None
+    with np.errstate(over="ignore"):  # numpy would warn; what is no float32 is refused
+        return torch.from_numpy(values.astype(np.float32)) if values.dtype.kind in "fiu" else None
 
 
 def _are_ordinary(values: torch.Tensor) -> bool:
