@@ -30,8 +30,8 @@ by an import.
 
 MODULE = "tests.server.forked"
 
-KEPT = 2
-"""Processes to fork from, one for each environment."""
+KEPT = 1
+"""Processes to fork from, of half a gigabyte each: most servers of a file have one environment."""
 
 CHILD_SUBREAPER = 36
 """`PR_SET_CHILD_SUBREAPER` of prctl(2)."""
