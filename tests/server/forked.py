@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -29,9 +30,6 @@ by an import.
 """
 
 MODULE = "tests.server.forked"
-
-KEPT = 1
-"""Processes to fork from, of half a gigabyte each: most servers of a file have one environment."""
 
 CHILD_SUBREAPER = 36
 """`PR_SET_CHILD_SUBREAPER` of prctl(2)."""
@@ -70,14 +68,13 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        self.send_signal(9)
+        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
     """A process that has imported SGLang in an environment."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", MODULE],
             stdin=subprocess.PIPE,
@@ -90,14 +87,13 @@ class ForkServer:
     def fork(self, **order: Any) -> ForkedProcess:
         """See `serve` for what an order has."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with self._lock:
-            adopt_orphans(True)
-            try:
-                self._process.stdin.write(json.dumps(order) + "\n")
-                self._process.stdin.flush()
-                return ForkedProcess(int(self._process.stdout.readline()))
-            finally:
-                adopt_orphans(False)
+        adopt_orphans(True)
+        try:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            return ForkedProcess(int(self._process.stdout.readline()))
+        finally:
+            adopt_orphans(False)
 
     def close(self) -> None:
         """Servers that were forked go on."""
@@ -109,33 +105,36 @@ class ForkServer:
 
 Environment = frozenset[tuple[str, str]]
 
-fork_servers: dict[Environment, ForkServer] = {}
 seen: set[Environment] = set()
+kept: dict[Environment, ForkServer] = {}
+"""The last one that was made, of half a gigabyte: most servers of a file have one environment."""
+
 forking = threading.Lock()
+"""Tests start servers in threads, too."""
 
 
 def adopt_orphans(wanted: bool) -> None:
-    """Whether a descendant whose parent ends becomes this process's child."""
+    """From now on descendants whose parents end become this process's children, or do not."""
     if ctypes.CDLL(None).prctl(CHILD_SUBREAPER, int(wanted), 0, 0, 0):
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def fork_server(environment: dict[str, str]) -> ForkServer | None:
     """The one for servers that have this environment; None for the first of them, since there may
-    be no other.
+    be no other. The caller holds `forking`.
     """
     read_late = {name for name in environment if name.startswith(OURS) and name != GUARD}
     usual = {name: environment[name] for name in environment.keys() - read_late}
     key = frozenset(usual.items())
-    with forking:
-        if key not in seen:
-            seen.add(key)
-            return None
-        server = fork_servers.pop(key, None) or ForkServer(usual)
-        fork_servers[key] = server  # the last of them, as the one that was used last
-        if len(fork_servers) > KEPT:
-            fork_servers.pop(next(iter(fork_servers))).close()
-        return server
+    if key not in seen:
+        seen.add(key)
+        return None
+    if key not in kept:
+        for other in kept.values():
+            other.close()
+        kept.clear()
+        kept[key] = ForkServer(usual)
+    return kept[key]
 
 
 def start(server: ServerProcess) -> None:
@@ -147,18 +146,19 @@ def start(server: ServerProcess) -> None:
     spawns = environment.get("TEST_SERVERS") == "spawn" or os.path.exists("/dev/nvidiactl")
     with_us = module.startswith(("sglang_hybrid.", "tests."))
     forks = not spawns and python == sys.executable and with_us
-    from_server = fork_server(environment) if forks else None
-    if from_server is None:
-        start_by_python(server)
-        return
-    os.close(server._log_descriptor)
-    server.process = from_server.fork(  # type: ignore[assignment]
-        module=module,
-        arguments=arguments,
-        environment=environment,
-        directory=str(server._directory or os.getcwd()),
-        log=str(server.log),
-    )
+    with forking:
+        from_server = fork_server(environment) if forks else None
+        if from_server is not None:
+            os.close(server._log_descriptor)
+            server.process = from_server.fork(  # type: ignore[assignment]
+                module=module,
+                arguments=arguments,
+                environment=environment,
+                directory=str(server._directory or os.getcwd()),
+                log=str(server.log),
+            )
+            return
+    start_by_python(server)
 
 
 def serve(
