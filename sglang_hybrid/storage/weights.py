@@ -36,7 +36,7 @@ def watch(store: Store) -> None:
 
 
 def watch_transfers(cache: Tiered) -> None:
-    """Whenever weights are about to change, copies in `cache` end before."""
+    """Before weights change or memory is released, copies in `cache` end."""
     _caches.add(cache)
 
 
@@ -48,5 +48,10 @@ def on_change() -> None:
     _changed = True
     for store in list(_stores):
         store.turn_off(WHY_OFF)
+    end_transfers()
+
+
+def end_transfers() -> None:
+    """Let all copies that are under way in watched caches end; called on all ranks alike."""
     for cache in list(_caches):
         cache.end_transfers()

@@ -56,10 +56,10 @@ def expert_distribution(scheduler: Scheduler, request: ExpertDistributionReq) ->
 
 
 def release_memory(scheduler: Scheduler, request: ReleaseMemoryOccupationReqInput) -> None:
+    from sglang_hybrid.storage import weights
+
     tags = _tags(request.tags)
-    cache: Any = getattr(scheduler, "tree_cache", None)
-    if hasattr(cache, "end_transfers"):  # beside copies between tiers SGLang is not idle
-        cache.end_transfers()
+    weights.end_transfers()  # beside copies between tiers SGLang is not idle
     if not scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused):
         raise Refused(
             "memory cannot be released while requests run; wait for them, or call "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from http import HTTPStatus
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from sglang_hybrid.explain.messages import ExplainReq, ResidencyReq
 from sglang_hybrid.extensions.guard.control import ControlFailed, dispatch, handlers
 from sglang_hybrid.extensions.guard.refusals import release_memory
 from sglang_hybrid.serving.requests.errors import Refused
+from sglang_hybrid.storage import weights
 from tests.messages import generation
 
 
@@ -317,15 +319,22 @@ def test_a_body_of_other_types_is_a_mistake_of_its_sender(field: str, value: Any
 
 def test_memory_is_released_once_copies_between_tiers_have_ended() -> None:
     ended: list[None] = []
+
+    class Cache:
+        def end_transfers(self) -> None:
+            ended.append(None)
+
+    cache = Cache()
+    weights.watch_transfers(cache)
     scheduler: Any = SimpleNamespace(
-        tree_cache=SimpleNamespace(end_transfers=lambda: ended.append(None)),
         is_fully_idle=lambda ignore_waiting: bool(ended),
         weight_updater=SimpleNamespace(offload_tags=set()),
         _engine_paused=False,
     )
     release_memory(scheduler, ReleaseMemoryOccupationReqInput())
     assert len(ended) == 1
-    scheduler.tree_cache = SimpleNamespace()
+    del cache
+    gc.collect()
     ended.clear()
     with pytest.raises(Refused, match="while requests run"):
         release_memory(scheduler, ReleaseMemoryOccupationReqInput())
