@@ -86,7 +86,7 @@ GPU = Load(
 CPU = Load(
     *("tiny", "float32", 4_096, 16, 4),
     Slice(requests=12, scale=16, max_prompt_tokens=1_024, max_answer_tokens=8),
-    *(4, 8, 32, 256),
+    *(4, 8, 256, 256),
 )
 RUNNING_AT_ONCE = 300
 """State slots on a GPU where 256 requests decode."""
