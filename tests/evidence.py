@@ -2,14 +2,15 @@
 
 `scripts/test_slow.sh` loads this plugin (`-p tests.evidence`). `left_out.toml` lists what a run of
 an hour leaves out, with reasons; `--everything` runs that, too. `--evidence FILE` writes the table
-as a page of docs/results.
+as a page of docs/results. `--record FILE` notes each result there; a later run with it goes on
+where that one was ended: what passed or was skipped does not run again, and is in the table.
 """
 
 from __future__ import annotations
 
 import ast
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -83,6 +84,42 @@ def property_of(file: Path) -> str:
 EVIDENCE = pytest.StashKey["Evidence"]()
 
 
+class Result(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A step of a test that has run. node: its id; when: setup, call or teardown; outcome: passed,
+    failed or skipped; seconds: of that step; seeds: of its random cases; commit: of the repository.
+    """
+
+    node: str
+    when: str
+    outcome: str
+    seconds: float
+    seeds: tuple[str, ...] = ()
+    commit: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """True if its outcome is one of the test."""
+        return self.when == "call" or self.outcome != "passed"
+
+
+def read_record(file: Path) -> list[Result]:
+    """The results of the tests in `file`, if it is there, that need not run again: none of their
+    steps failed, and the last one has run.
+    """
+    steps = defaultdict(list)
+    if file.exists():
+        for one in msgspec.json.Decoder(Result).decode_lines(file.read_bytes()):
+            steps[one.node].append(one)
+            if one.when == "setup":  # of another run
+                steps[one.node][:-1] = []
+    whole = (
+        each
+        for each in steps.values()
+        if each[-1].when == "teardown" and all(one.outcome != "failed" for one in each)
+    )
+    return [one for each in whole for one in each]
+
+
 @dataclass
 class _Row:
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -93,10 +130,17 @@ class _Row:
 class Evidence:
     """Counts what the tests of each file showed, in the process that prints the results."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: Path | None, *, writes: bool) -> None:
         self._rows: dict[str, _Row] = {}
         self._left_out: Counter[str] = Counter()
         self.stale: set[str] = set()
+        self.commits: Counter[str] = Counter()
+        self._record = record if writes else None
+        self._commit = commit()
+        before = [] if record is None else read_record(record)
+        self.done = {result.node for result in before}
+        for result in before:
+            self._count(result)
 
     def leave_out(self, files: Mapping[str, int], lost: Iterable[str]) -> None:
         """So many tests of each file do not run, and the list names what is not there. Each process
@@ -106,11 +150,23 @@ class Evidence:
         self.stale.update(lost)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        row = self._rows.setdefault(_file(report.nodeid), _Row())
-        row.seconds += report.duration
-        row.seeds |= {str(value) for name, value in report.user_properties if name == "seed"}
-        if report.when == "call" or not report.passed:
-            row.outcomes[report.outcome] += 1
+        result = Result(
+            *(report.nodeid, str(report.when), report.outcome, report.duration),
+            tuple(str(value) for name, value in report.user_properties if name == "seed"),
+            self._commit,
+        )
+        self._count(result)
+        if self._record is not None:
+            with self._record.open("ab") as file:
+                file.write(msgspec.json.encode(result) + b"\n")
+
+    def _count(self, result: Result) -> None:
+        row = self._rows.setdefault(_file(result.node), _Row())
+        row.seconds += result.seconds
+        row.seeds.update(result.seeds)
+        if result.counts:
+            row.outcomes[result.outcome] += 1
+            self.commits[result.commit] += 1
 
     def table(self, root: Path) -> list[str]:
         """Lines of Markdown, one file each and their sum."""
@@ -143,24 +199,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("evidence")
     group.addoption("--everything", action="store_true", help="run what left_out.toml leaves out")
     group.addoption("--evidence", type=Path, metavar="FILE", help="write the table as a page")
+    group.addoption("--record", type=Path, metavar="FILE", help="go on where this record ends")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[EVIDENCE] = evidence = Evidence()
+    record = config.getoption("record")
+    is_worker = hasattr(config, "workerinput")
+    config.stash[EVIDENCE] = evidence = Evidence(record, writes=not is_worker)
     config.pluginmanager.register(evidence)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    evidence = config.stash[EVIDENCE]
+    _deselect(config, items, {item for item in items if item.nodeid in evidence.done})
     if config.getoption("everything"):
         return
     rows = read_left_out(config.rootpath / LIST)
+    nodes = [*(item.nodeid for item in items), *evidence.done]
     out = {item for item in items if any(row.has(item.nodeid) for row in rows)}
     slow = Counter(_file(item.nodeid) for item in out if item.get_closest_marker("slow"))
-    lost = stale(rows, [item.nodeid for item in items], config.rootpath)
-    config.stash[EVIDENCE].leave_out(slow, lost)
+    lost = stale(rows, nodes, config.rootpath)
+    evidence.leave_out(slow, lost)
     if (sent := getattr(config, "workeroutput", None)) is not None:
         sent["left_out"] = (dict(slow), lost)
+    _deselect(config, items, out)
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], out: set[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=list(out))
     items[:] = [item for item in items if item not in out]
 
@@ -186,7 +252,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for lost in sorted(config.stash[EVIDENCE].stale):
         terminalreporter.write_line(f"{LIST} names what is not there: {lost}", red=True)
     if (page := config.getoption("evidence")) is not None:
-        stamp = f"Machine: {machine()}. Date: {date.today()}. Commit: {commit()}."
+        commits = config.stash[EVIDENCE].commits
+        of_each = [f"{name} ({count:,} tests)" for name, count in commits.items()]
+        stamp = f"Machine: {machine()}. Date: {date.today()}. Commit: {', '.join(of_each)}."
         if (seed := config.getoption("hypothesis_seed", None)) is not None:
             stamp += f" Seed of hypothesis: {seed}."
         page.write_text("\n".join([ABOUT, stamp, "", *lines, ""]))

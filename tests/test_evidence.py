@@ -61,18 +61,26 @@ def test_the_table(tmp_path: Path) -> None:
     (tmp_path / LIST).write_text(
         '[[left_out]]\nfile = "test_a.py"\nbut = ["lru", "reuse", "gone"]\nreason = "Long."\n'
     )
-    plugin = ["-m", "slow", "-p", "tests.evidence", "--evidence", "page.md", "-n", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugin],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+
+    def run(processes: str) -> str:
+        plugin = ["-p", "tests.evidence", "--evidence", "page.md", "--record", "record.jsonl"]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", processes, "-m", "slow", *plugin],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 1, done.stdout + done.stderr
+        return done.stdout
+
+    said = run("-n2")
     first, second, total = (tmp_path / "page.md").read_text().splitlines()[-3:]
     assert first.startswith("| A thing / holds: always | `test_a.py` | 1 | 1 | 1 | 1 | 7 |")
     assert second.startswith("|  | `test_b.py` | 1 | 0 | 0 | 0 |  |")
     assert total.startswith("| all |  | 2 | 1 | 1 | 1 |  |")
-    assert first in done.stdout
-    assert f"{LIST} names what is not there: test_a.py: gone\n" in done.stdout
+    assert first in said
+    assert f"{LIST} names what is not there: test_a.py: gone\n" in said
+    assert "1 failed" in run("-n0")  # what has passed, or was skipped, does not run again
+    again = (tmp_path / "page.md").read_text().splitlines()[-1]
+    assert again.rpartition(" | ")[0] == total.rpartition(" | ")[0]
