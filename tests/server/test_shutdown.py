@@ -92,10 +92,10 @@ class Ending:
         }
         self._since = time.monotonic()
 
-    def wait(self) -> int:
-        """Status of the first process, after every process has gone within the limit."""
+    def wait(self, limit: float = LIMIT) -> int:
+        """Status of the first process, after every process has gone within `limit` seconds."""
         assert self.server.process is not None
-        while any(map(alive, self.processes)) and time.monotonic() < self._since + LIMIT:
+        while any(map(alive, self.processes)) and time.monotonic() < self._since + limit:
             self.server.process.poll()
             time.sleep(0.05)
         assert not any(map(alive, self.processes))
@@ -282,7 +282,7 @@ def test_a_rolling_update_cuts_nobody() -> None:
         assert requests.post(url + "/abort_request", json={"rid": "x"}, timeout=60).ok
         cut = [answer for answer in load.answers if answer.result(300) != Load.TOKENS]
         assert len(cut) == 0
-        assert it.wait() == 0
+        assert it.wait(300 + LIMIT) == 0
         log = it.server.log.read_text(errors="replace")
         assert "requests have 300 seconds to end" in log and ended_quietly(log)
 
