@@ -11,6 +11,7 @@ import pytest
 
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import Serve, ask, random_prompt, said, same
+from tests.server.conftest import SPAWNED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -51,7 +52,8 @@ def lines_of(server: ServerProcess) -> list[str]:
 @pytest.fixture(scope="module")
 def right(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The answer of two servers that started at once, of which one compiled for both."""
-    environment = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("caches"))}
+    # What a server is forked from has loaded them.
+    environment = {**SPAWNED, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("caches"))}
     servers = [serve(environment=environment) for _ in range(2)]
     lines, answers = [], []
     with ExitStack() as stack:
