@@ -314,12 +314,18 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         return bool(self.is_swa_enabled and self.is_mamba_enabled)
 
     def claim_kv_row(self, req: Req) -> bool:
-        """True if a streaming session keeps what its turn `req` has computed. One that is aborted
-        where it waits, on what the session lent to its look-up, was no turn.
+        """True if a streaming session keeps what its turn `req` has computed. The next turn goes on
+        from one that has ended: one that is aborted where it waits, on what the session lent to its
+        look-up, was none, and one that is retracted gives all back.
         """
-        if not req.finished() and req.extend_end is None and self.session.borrowed_slot(req):
-            req.detach_kv()
-            return True
+        slot = self.session.borrowed_slot(req)
+        if slot is not None and not req.finished():
+            if req.extend_end is None:
+                req.detach_kv()
+                return True
+            del self.session.slots[req.session.session_id]
+            req.lock, slot.lock = slot.lock, None
+            return False
         kept = bool(super().claim_kv_row(req))
         if kept:
             self._on_resources_freed(req)

@@ -178,6 +178,28 @@ def test_a_turn_that_is_aborted_while_it_waits_was_none() -> None:
     assert ended == [first, again]
 
 
+@pytest.mark.parametrize("states", [0, 16])
+def test_a_turn_that_is_retracted_gives_all_back(states: int) -> None:
+    """SGLang counts it as the session's last one, which a client may go on from meanwhile, and
+    which never ends if it is aborted then.
+    """
+    it = SessionServer.on(Sizes(states=states), options("reuse"))
+    one, ended = session(), []
+    one.finish_req = ended.append
+    first = it.turn(one, run(60))
+    it.complete(first, [7, 8])
+    again = it.turn(one, [*run(60), 7, 8, 9])
+    it.prefill(again)
+    it.decode(again, [7, 8])
+    it.retract(again)
+    assert ended == [first] and not it.cache.session.slots
+    it.check()
+    assert it.cache.full_protected_size() == 0
+    assert it.admit(again)
+    it.complete(again, [7, 8, 9])
+    assert ended == [first, again]
+
+
 @pytest.mark.parametrize("runs", [False, True])
 def test_a_refused_turn_leaves_its_session_what_it_has(*, runs: bool) -> None:
     """SGLang refuses a request beside another one of its session, and gives it a prompt of one
