@@ -82,19 +82,29 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         self.tree_cache.plans.prefix_wait.now_waiting([*waiting_queue, *coming])
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
+        """A request that does not join the batch keeps no slot. SGLang leaves the one of its
+        look-up with a request of a session (scheduler.py:4294): lost if the request is aborted in
+        the queue, and after a flush another one's, too.
+        """
+        admitted = len(self.can_run_list)
+        result = self._try_to_add(req, *args, **kwargs)
+        if len(self.can_run_list) == admitted:
+            send_back(req, self.tree_cache.req_to_token_pool)
+        return result
+
+    def _try_to_add(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         if not self.can_run(req):
             return AddReqResult.OTHER
         full = False
         if self._full_hits is not None:
             full = self._full_hits.found(req)
             if not full and self.can_run_list and self._full_hits.found(self.can_run_list[0]):
-                send_back(req, self.tree_cache.req_to_token_pool)
                 return AddReqResult.CONTINUE
         needed = self._slots_needed(req)
         if self._promised + needed and not self._slots_fit(req, needed):
+            self._compute_if_nothing_ends(req)
             return AddReqResult.NO_TOKEN
         if self.tree_cache.plans.prefix_wait.waits_for_prefix(req):
-            send_back(req, self.tree_cache.req_to_token_pool)
             return AddReqResult.CONTINUE
         self.tree_cache.plans.plan(req)
         admitted = len(self.can_run_list)
@@ -119,6 +129,15 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         free = free_slots(self.tree_cache.req_to_token_pool.mamba_allocator)
         free += self.tree_cache.mamba_evictable_size()
         return bool(self._promised + needed <= free - self._source(req))
+
+    def _compute_if_nothing_ends(self, req: Req) -> None:
+        """A load takes a slot more than computing does. Where nothing runs whose end would give it
+        back, as where idle sessions hold the others, `req` is to do without its load.
+        """
+        ways = self.tree_cache.ways
+        alone = not self._running and not self.can_run_list
+        if alone and req.mamba_host_hit_length > 0 and ways is not None:
+            ways.on_failed_load(req)
 
     def _promise(self, slots: int) -> None:
         """Take `slots` state slots off what the next requests of this batch may have. In one

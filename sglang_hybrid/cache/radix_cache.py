@@ -186,14 +186,33 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         req = params.req
         # One that is refused, as beside another turn of its session, runs on nothing of it.
-        if req is not None and self.is_mamba_enabled and self.session.will_lend_record(req):
+        if req is not None and self.session.will_lend_record(req):
             name = req.session.session_id
-            if self.session.slots[name].kv.kv_committed_len > len(params.key):
-                self.release_session(name)  # of a retracted turn: it cannot be set back
+            kv = self.session.slots[name].kv
+            # A state, as of a retracted turn, cannot be set back, and neither can the tree's part.
+            least = kv.kv_committed_len if self.is_mamba_enabled else kv.cache_protected_len
+            if len(params.key) < least:
+                self.release_session(name)
+                if req.kv is kv:  # lent to it when it was ranked
+                    req.detach_kv()
         result = super().match_prefix(params)
         if is_virtual_node(result.best_match_node):
             self.lookups.on_session_turn(params, result)
         return result
+
+    # A turn of a streaming session waits at a node of its session's, which is not in the tree.
+
+    def is_root(self, node_id: Any) -> bool:
+        return not is_virtual_node(node_id) and bool(super().is_root(node_id))
+
+    def is_backuped(self, node_id: Any) -> bool:
+        return not is_virtual_node(node_id) and bool(super().is_backuped(node_id))
+
+    def dfs_weight_order(self, node_handles: Sequence[Any]) -> list[int]:
+        root = self.tree_core.root_node.id
+        nodes = [root if is_virtual_node(node) else node for node in node_handles]
+        order: list[int] = super().dfs_weight_order(nodes)
+        return order
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
         self.slots.send_back_if_waiting(params)
@@ -295,7 +314,18 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         return bool(self.is_swa_enabled and self.is_mamba_enabled)
 
     def claim_kv_row(self, req: Req) -> bool:
-        """True if a streaming session keeps what its turn `req` has computed."""
+        """True if a streaming session keeps what its turn `req` has computed. The next turn goes on
+        from one that has ended: one that is aborted where it waits, on what the session lent to its
+        look-up, was none, and one that is retracted gives all back.
+        """
+        slot = self.session.borrowed_slot(req)
+        if slot is not None and not req.finished():
+            if req.extend_end is None:
+                req.detach_kv()
+                return True
+            del self.session.slots[req.session.session_id]
+            req.lock, slot.lock = slot.lock, None
+            return False
         kept = bool(super().claim_kv_row(req))
         if kept:
             self._on_resources_freed(req)

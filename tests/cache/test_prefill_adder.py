@@ -155,6 +155,25 @@ def test_a_request_that_is_looked_up_again_while_it_waits_holds_no_slot() -> Non
     assert it.admit(req)
 
 
+def test_a_request_of_a_session_that_does_not_join_holds_no_slot() -> None:
+    """SGLang leaves it the slot of its look-up. After a flush, as in a pause for new weights, that
+    would be given back into a pool in which it is free already.
+    """
+    it = server(states=4)
+    it.serve(run(100), [7])
+    free = it.pool.mamba_allocator.available_size()
+    req = it.arrive([*run(100), 1, 2])
+    req.session = SimpleNamespace(session_id="one", streaming=False)
+    assert it.look_up(req) > 0 and req.kv.holds_mamba
+    adder = it.adder([req])
+    adder.prefill_max_requests = 0
+    assert adder.add_one_req(req, False, None) is AddReqResult.OTHER
+    assert it.pool.mamba_allocator.available_size() == free
+    it.flush()
+    assert it.look_up(req) == 0
+    it.check()
+
+
 def test_a_request_that_runs_keeps_its_slot() -> None:
     it = server(states=4)
     document = run(100)

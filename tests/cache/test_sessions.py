@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.schedule_policy import SchedulePolicy
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.common import match_kv_cache, release_kv_cache
 
 from sglang_hybrid.extensions.page.messages import WatchReq
 from sglang_hybrid.serving.config import HybridConfig
@@ -35,6 +38,7 @@ class SessionServer(Server):
 
             patched.setattr(self.cache, "plan_forward", handed_over)
             super().begin_forward(req)
+        self.cache.maybe_hand_to_session(req)  # without states nothing is planned
 
     def turn(self, one: Any, tokens: list[int], **more: Any) -> Req:
         """The next turn of the session `one`, admitted."""
@@ -116,6 +120,84 @@ def test_a_turn_waits_in_a_queue_of_ours(schedule: Schedule) -> None:
     again.session = one
     it.adder([again])
     assert again.prefix_len == 61 and it.cache.schedule.holds == 0
+
+
+def test_a_turn_that_waits_stands_at_no_node_of_the_tree() -> None:
+    """SGLang looks for one when it ranks prompts by the tree's branches, and when it asks the disk
+    for a prompt that has arrived.
+    """
+    it = SessionServer.on(Sizes(), options("reuse"))
+    one = session()
+    it.complete(it.turn(one, run(60)), [7, 8])
+    again, other = it.arrive([*run(60), 7, 8, 9]), it.arrive(run(40))
+    again.session = one
+    waiting = [again, other]
+    SchedulePolicy("dfs-weight", it.cache, True, False, False).calc_priority(waiting)
+    assert len(waiting) == 2 and {again.rid, other.rid} == {req.rid for req in waiting}
+    stands_for: Any = SimpleNamespace(
+        enable_hicache_storage=True, enable_lmcache=False, tree_cache=it.cache
+    )
+    Scheduler._prefetch_kvcache(stands_for, again)
+    assert again.prefix_len == 61
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+@pytest.mark.parametrize("states", [0, 16])
+def test_a_turn_that_wants_all_of_its_prompt_begins_anew(*, states: int, ranked: bool) -> None:
+    """As one whose hidden states are wanted: SGLang asserts that what the tree has is kept."""
+    it = SessionServer.on(Sizes(states=states), options("reuse"))
+    one = session()
+    it.complete(it.turn(one, run(60)), [7, 8])
+    again = it.arrive([*run(60), 7, 8, 9])
+    again.session = one
+    if ranked:
+        match_kv_cache(again, it.cache)
+    match_kv_cache(again, it.cache, max_prefix_len=0)
+    assert again.prefix_len == 0 and not it.cache.session.slots
+    assert again.kv.is_kv_released and not again.kv.holds_mamba
+    assert it.admit(again)
+    it.complete(again, [7])
+    it.cache.release_session("one")
+    it.check()
+
+
+def test_a_turn_that_is_aborted_while_it_waits_was_none() -> None:
+    """SGLang would have the next one go on from its prompt (scheduler.py, abort_request)."""
+    it = SessionServer.on(Sizes(), options("reuse"))
+    one, ended = session(), []
+    one.finish_req = ended.append
+    first = it.turn(one, run(60))
+    it.complete(first, [7, 8])
+    waits = it.arrive([*run(60), 7, 8, 9])
+    waits.session = one
+    assert it.look_up(waits) == 61
+    release_kv_cache(waits, it.cache, checkpoint=False)
+    again = it.turn(one, [*run(60), 7, 8, 6])
+    assert again.prefix_len == 61 and ended == [first]
+    it.complete(again, [7])
+    assert ended == [first, again]
+
+
+@pytest.mark.parametrize("states", [0, 16])
+def test_a_turn_that_is_retracted_gives_all_back(states: int) -> None:
+    """SGLang counts it as the session's last one, which a client may go on from meanwhile, and
+    which never ends if it is aborted then.
+    """
+    it = SessionServer.on(Sizes(states=states), options("reuse"))
+    one, ended = session(), []
+    one.finish_req = ended.append
+    first = it.turn(one, run(60))
+    it.complete(first, [7, 8])
+    again = it.turn(one, [*run(60), 7, 8, 9])
+    it.prefill(again)
+    it.decode(again, [7, 8])
+    it.retract(again)
+    assert ended == [first] and not it.cache.session.slots
+    it.check()
+    assert it.cache.full_protected_size() == 0
+    assert it.admit(again)
+    it.complete(again, [7, 8, 9])
+    assert ended == [first, again]
 
 
 @pytest.mark.parametrize("runs", [False, True])

@@ -269,6 +269,17 @@ def test_a_load_that_cannot_be_is_computed_and_may_be_after_a_retraction() -> No
     at.check()
 
 
+def test_a_load_without_a_slot_is_computed_where_nothing_ends() -> None:
+    """The tree would get a slot for the state beside the request's; idle sessions hold the rest."""
+    at, prompt = on_the_host(sizes=replace(ROOM, states=2))
+    at.prefill(at.begin([7]))  # of a session: the adder knows of nothing that runs
+    req = at.arrive([*prompt, 8])
+    assert not at.admit(req) and req.mamba_host_hit_length
+    assert at.admit(req) and req.prefix_len == 0
+    at.complete(req, [3])
+    at.check()
+
+
 def test_a_victim_whose_copy_is_below_moves_no_bytes() -> None:
     at = server(flags={"hybrid_offload_watermark": 0.0}, policy="write_back")
     for number in range(3):

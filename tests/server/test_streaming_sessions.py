@@ -5,6 +5,7 @@ the state of its last turn to itself, and its next turn goes on from there, to t
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from tests.server.client import (
     Serve,
     ask,
     cached,
-    cold,
     flush,
     hybrid_cache,
     random_prompt,
@@ -39,8 +39,11 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "extra buffer": ("--mamba-radix-cache-strategy", "extra_buffer"),
     "page 16": ("--page-size", "16"),
     "chunks of 128": ("--chunked-prefill-size", "128"),
-    "no overlap": ("--disable-overlap-schedule",),
-    "host memory": ("--enable-hierarchical-cache", "--hicache-ratio", "2"),
+    "no overlap": ("--disable-overlap-schedule", "--schedule-policy", "dfs-weight"),
+    "host memory": (
+        *("--enable-hierarchical-cache", "--hicache-ratio", "2"),
+        *("--hicache-storage-backend", "file"),
+    ),
     "two ranks": ("--tp-size", "2"),
 }
 
@@ -72,8 +75,11 @@ class Session:
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_turns_go_on_exactly(configuration: str, serve: Serve) -> None:
-    with serve(STREAMING, *CONFIGURATIONS[configuration], **CHECKED) as server:
+def test_turns_go_on_exactly(configuration: str, serve: Serve, tmp_path: Path) -> None:
+    disk = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+    environment = CHECKED["environment"] | disk
+    flags = (STREAMING, *CONFIGURATIONS[configuration])
+    with serve(*flags, module=CHECKED["module"], environment=environment) as server:
         url = server.url
         session = Session(url, seed=1)
         session.turn()
@@ -146,8 +152,10 @@ def one_that_is_refused(url: str) -> None:
 
 
 def answers_stand(url: str, sessions: list[Session]) -> None:
-    """With an empty cache the server says the same."""
+    """A tenant that nothing is stored of is told the same."""
     flush(url, 60)
     for session in sessions:
-        for prompt, record in session.turns:
-            assert same(record, cold(url, prompt, len(record["output_ids"])))
+        for turn, (prompt, record) in enumerate(session.turns):
+            tenant = f"{session.id} {turn}"
+            alone = ask(url, prompt, len(record["output_ids"]), extra_key=tenant)
+            assert cached(alone) == 0 and same(record, alone)
