@@ -140,9 +140,12 @@ class DecisionLog:
 
     # Look-ups of requests
 
-    def on_lookup(self, req: Req, report: RequestReport, kv: int, node: UnifiedTreeNode) -> None:
+    def on_lookup(
+        self, req: Req, report: RequestReport, usable: int, kv: int, node: UnifiedTreeNode
+    ) -> None:
         """A look-up of `req`, not always its first, ended at `node`, from which `req` would resume.
-        The node's counts do not contain this use yet. kv: tokens of the prompt whose KV is stored.
+        The node's counts do not contain this use yet. usable: tokens of the prompt that `req` may
+        hit. kv: those whose KV is stored.
         """
         whose = tenant_of(req)
         if not self._someone_came:
@@ -158,6 +161,7 @@ class DecisionLog:
         seen = RecentRequest(
             tokens if req.session is None else tokens[:],  # the next turn is appended in place
             report,
+            usable,
             kv,
             used,
             self.decisions.count,

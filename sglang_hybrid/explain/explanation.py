@@ -46,12 +46,7 @@ class Explanation:
         """The explanation of what a request with this prompt would find now."""
         usable = self._stored.usable(len(prompt))
         path, kv = self._stored.walk(prompt, usable)
-        below, used = self._stored.below(path, len(prompt)), self._stored.deepest(path)
-        if below is not None:  # what is loaded, or what is faster to compute from
-            used = self._stored.deepest([step for step in path if step[0] <= below.resumes_at])
-        hit = self._stored.hit(used, kv)
-        if below is not None and not self._cache.is_mamba_enabled:
-            hit = below.resumes_at
+        below, used, hit = self._stored.resume(path, kv, len(prompt))
         records = self._cache.shadow_tree
         history_match = None if records is None else records.match_history(prompt, self._tenant)
         known = None if history_match is None else history_match.known_len
@@ -78,7 +73,7 @@ class Explanation:
 
     def of_request(self, request_id: str, seen: RecentRequest) -> MissReport:
         """The explanation of what this request found when it came, and what it left."""
-        usable = self._stored.usable(len(seen.tokens))
+        usable = seen.usable
         hit = seen.report.hit_tokens
         everything = list(self._reasons.log.along(seen.tokens))
         before = [
@@ -124,7 +119,7 @@ class Explanation:
                 seen.report.started,
                 [(position, kind.value) for position, kind in left],
                 _deepest_first(refused),
-                self._stored.hit(self._stored.deepest(path), kv),
+                self._stored.resume(path, kv, len(seen.tokens))[2],
             ),
         )
 

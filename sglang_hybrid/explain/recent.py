@@ -38,14 +38,16 @@ class ResumedFrom:
 class RecentRequest:
     """A request as of its last look-up before its prefill.
 
-    tokens: of its prompt. report: is completed with the states that the request leaves. kv: tokens
-    whose KV was stored. order: number of decisions before it. at: when, seconds of the cache's
-    clock, None where nothing counts them. known: tokens that its tenant had sent before, None if
-    nothing remembers that. route: of HTTP by which it came, "" if none.
+    tokens: of its prompt. report: is completed with the states that the request leaves. usable:
+    tokens that it could hit, fewer where it asked for log probabilities or hidden states of its
+    prompt. kv: tokens of these whose KV was stored. order: number of decisions before it. at: when,
+    seconds of the cache's clock, None where nothing counts them. known: tokens that its tenant had
+    sent before, None if nothing remembers that. route: of HTTP by which it came, "" if none.
     """
 
     tokens: array[int]
     report: RequestReport
+    usable: int
     kv: int
     used: ResumedFrom | None
     order: int

@@ -111,8 +111,15 @@ class StoredPrefixes:
             chosen.depth,
         )
 
-    def hit(self, used: ResumedFrom | None, kv: int) -> int:
-        """Tokens that a hit on this state skips, or on so much KV where nothing else is needed."""
-        if not self._cache.is_mamba_enabled:
-            return kv
-        return used.position if used else 0
+    def resume(
+        self, path: Sequence[tuple[int, UnifiedTreeNode]], kv: int, prompt_len: int
+    ) -> tuple[BelowDevice | None, ResumedFrom | None, int]:
+        """What must be loaded to resume deepest on a path with `kv` tokens, and where a request
+        resumes: its state, and the tokens that it skips.
+        """
+        below, used = self.below(path, prompt_len), self.deepest(path)
+        if below is not None:  # what is loaded, or what is faster to compute from
+            used = self.deepest([step for step in path if step[0] <= below.resumes_at])
+        if self._cache.is_mamba_enabled:
+            return below, used, used.position if used else 0
+        return below, used, kv if below is None else below.resumes_at

@@ -261,6 +261,7 @@ def test_a_load_that_cannot_be_is_computed_and_may_be_after_a_retraction() -> No
         assert not at.admit(req)
         assert at.admit(req) and req.prefix_len == 0
     assert tiers_of(at)["failed_loads"] == 1
+    assert at.cache.lookups.report(req).missed.value == "not_loaded"
     at.prefill_step(req)
     waits = at.retract(req)
     empty_the_device(at)
@@ -278,6 +279,31 @@ def test_a_load_without_a_slot_is_computed_where_nothing_ends() -> None:
     assert at.admit(req) and req.prefix_len == 0
     at.complete(req, [3])
     at.check()
+
+
+def test_a_state_without_a_slot_to_copy_it_into_gives_no_tokens() -> None:
+    at, prompt = server(), list(range(100, 140))
+    hit(at, prompt)
+    states = type(at.cache.components[ComponentType.MAMBA])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(states, "_room_for_a_copy", lambda *args: False)
+        req = at.arrive([*prompt, 9])
+        assert at.admit(req) and req.prefix_len == 0
+    at.complete(req, [3])
+    assert at.cache.lookups.report(req).missed.value == "no_slot"
+    assert tiers_of(at)["hit_tokens"] == {"device": 0, "host": 0}
+
+
+def test_a_request_that_is_sent_again_is_said_to_compute_where_that_is_faster() -> None:
+    at, prompt = server(), list(range(100, 140))
+    req = at.begin(prompt, rid="asked")
+    at.complete(req, [3])
+    empty_the_device(at)
+    for speeds, resumes_at in ((SLOW, len(prompt) - 1), (FAST, 0)):
+        set_speeds(at.cache, speeds)
+        now = at.cache.explainer.answer(ExplainReq(input_ids=prompt)).report
+        again = at.cache.explainer.answer(ExplainReq(request_id="asked")).report
+        assert now["hit"] == again["request"]["now"] == resumes_at
 
 
 def test_a_victim_whose_copy_is_below_moves_no_bytes() -> None:

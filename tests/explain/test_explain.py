@@ -447,6 +447,22 @@ def test_a_request_is_explained_as_of_when_it_came() -> None:
     assert reasons(of_request(it, "4")) == {60: Reason.EVICTED}
 
 
+@pytest.mark.parametrize(
+    "wants", [{"return_logprob": True, "logprob_start_len": 40}, {"return_hidden_states": True}]
+)
+def test_what_a_request_may_not_hit_is_not_said_to_be_gone(wants: dict[str, Any]) -> None:
+    it = server()
+    it.serve(run(100), [7])
+    req = it.arrive(run(100))
+    for name, value in wants.items():
+        setattr(req, name, value)
+    assert it.admit(req)
+    it.complete(req, [7])
+    report = of_request(it, req.rid)
+    assert (report.usable, report.unstored) == (wants.get("logprob_start_len", 0), None)
+    assert "gone" not in said(report)
+
+
 def test_a_position_that_was_left_for_another_reason_was_not_refused() -> None:
     it = server(hybrid_min_branch_tokens=40)
     it.serve(run(100), [7])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -107,7 +108,8 @@ class LookUps:
         report = self._reports[req] = self._report_of(req, params.key, result)
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.on_arrival(self._cache.step_clock.arrival(req))
-        self._decision_log.on_lookup(req, report, result.full_kv_hit_length, node)
+        usable, kv = self._usable(params.key), result.full_kv_hit_length
+        self._decision_log.on_lookup(req, report, usable, kv, node)
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.on_hit(node)
         if report.composed == 0:  # it will not enter the tree, which is where others are reported
@@ -144,16 +146,18 @@ class LookUps:
     def _report_of(self, req: Req, key: Any, result: MatchResult) -> RequestReport:
         hit = self._depth(result)
         kv_only = max(0, result.full_kv_hit_length - hit) if self._cache.is_mamba_enabled else 0
-        found = None if self._ways is None else self._ways.found(req)
+        ways = self._ways
+        found = None if ways is None else ways.found(req)
         if isinstance(result, NoSlotForHit):
             missed = Missed.NO_SLOT
+            found = found and replace(found, device_tokens=0, host_tokens=0, state=None)
         elif found is not None and found.stored_tokens > hit:
-            missed = Missed.COMPUTED
+            failed = ways is not None and ways.failed(req)
+            missed = Missed.NOT_LOADED if failed else Missed.COMPUTED
         elif kv_only:
             missed = Missed.NO_STATE
         else:
-            usable = len(key) - len(key) % self._cache.page_size
-            missed = Missed.NOTHING if hit >= usable else Missed.NOT_STORED
+            missed = Missed.NOTHING if hit >= self._usable(key) else Missed.NOT_STORED
         return RequestReport(
             len(req.origin_input_ids),
             hit,
@@ -165,6 +169,10 @@ class LookUps:
             composed=self._composed(req),
             not_composed=self._not_composed(req),
         )
+
+    def _usable(self, key: Any) -> int:
+        """Tokens of a look-up's key that can be hit."""
+        return len(key) - len(key) % int(self._cache.page_size)
 
     def _composed(self, req: Req) -> int | None:
         """Tokens of segments that were put together for it; None if it has none."""

@@ -65,6 +65,10 @@ class WayChooser:
         """Let `req` resume from what is on the device from now on."""
         self._without_loads[req] = True
 
+    def failed(self, req: Req) -> bool:
+        """True if a load for `req` could not be, so that it loads nothing."""
+        return req in self._without_loads
+
     def on_resources_freed(self, req: Req) -> None:
         """`req` gave back all that it held. If it waits again, it may load again."""
         self._without_loads.pop(req)

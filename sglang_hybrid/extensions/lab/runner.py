@@ -70,6 +70,20 @@ class Job:
         """The policy, and how requests are routed if there are several replicas."""
         return f"{self.policy}, {self.routing}" if self.routing else self.policy
 
+    def setting(self, requests: Sequence[Request], oracles: dict[int, Oracle]) -> Setting:
+        """The setting that its system is built for, with `requests` as the whole trace."""
+        cost = coded_in(self.cost, self.device_codec)
+        return Setting(
+            cost,
+            left_of(self.budget, self.device_codec, cost, self.serving),
+            requests,
+            self.min_branch_tokens,
+            self.serving,
+            oracles,
+            self.tiers,
+            None if self.tiers is None else self.tiers.speeds(self.cost, self.time),
+        )
+
 
 @dataclass(frozen=True)
 class Result:
@@ -188,17 +202,7 @@ class Runner:
 
     def _run(self, job: Job, spec: Spec, count_request: Callable[[], None]) -> Result:
         requests = self.traces[job.trace]
-        cost = coded_in(job.cost, job.device_codec)
-        setting = Setting(
-            cost,
-            left_of(job.budget, job.device_codec, cost, job.serving),
-            requests,
-            job.min_branch_tokens,
-            job.serving,
-            self.oracles,
-            job.tiers,
-            None if job.tiers is None else job.tiers.speeds(job.cost, job.time),
-        )
+        setting = job.setting(requests, self.oracles)
         begin = time.perf_counter()
         cache = build_system(spec, setting)
         tiered = cache.memory if isinstance(cache, TieredSimulator) else None

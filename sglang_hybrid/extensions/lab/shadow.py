@@ -29,7 +29,6 @@ from sglang_hybrid.core.sentences import plain
 from sglang_hybrid.extensions.lab.simulation.system_names import (
     BEST_OF,
     ORACLES,
-    Setting,
     build_system,
 )
 from sglang_hybrid.extensions.lab.simulation.traces.line_formats import (
@@ -137,12 +136,7 @@ def follow(
             raise UsageError("--follow is for one cache without tiers")
         if job.spec.name in FORESEEING:
             raise UsageError(f"--follow: {job.spec.name} needs the whole trace beforehand")
-    caches = [
-        build_system(
-            job.spec, Setting(job.cost, job.budget, (), job.min_branch_tokens, job.serving)
-        )
-        for job in jobs
-    ]
+    caches = [build_system(job.spec, job.setting((), {})) for job in jobs]
     followed = [Shadow(_name(job)) for job in jobs]
     served = Shadow(SERVED)
     shadows = [*followed, served]

@@ -28,6 +28,7 @@ class Missed(Enum):
     NO_STATE = "no_state"  # KV reaches further, but no state does
     NO_SLOT = "no_slot"  # a state was there, but no slot to copy it into
     COMPUTED = "computed"  # more was below the device, and computing it is faster than loading
+    NOT_LOADED = "not_loaded"  # more was below the device, which had no room to load it
     CHANGING_TEXT = "changing_text"  # most of the rest was sent before, behind another short text
 
 

@@ -48,9 +48,11 @@ def followed(path: Path, console: Console, **more: Any) -> list[shadow.Shadow]:
     return shadow.follow(path, jobs(), None, console, **more)
 
 
-def test_a_shadow_hits_what_a_replay_hits(recording: Path) -> None:
-    results = Runner({"live": read_trace(recording)}).run_all(jobs())
-    *shadows, served = followed(recording, Console(quiet=True), going_on=lambda: False)
+@pytest.mark.parametrize("more", [[], ["--device-codec", "int8"]])
+def test_a_shadow_hits_what_a_replay_hits(more: list[str], recording: Path) -> None:
+    asked, quiet = jobs(*OPTIONS, *more), Console(quiet=True)
+    results = Runner({"live": read_trace(recording)}).run_all(asked)
+    *shadows, served = shadow.follow(recording, asked, None, quiet, going_on=lambda: False)
     assert [each.hit for each in shadows] == [result.hit_tokens for result in results]
     assert (served.name, served.requests) == ("served", 0), "the recording does not tell"
     assert {each.requests for each in shadows} == {len(results[0].input_len)}

@@ -255,6 +255,7 @@ const MISSED = {
   no_slot: ["no free slot for the state", "--max-mamba-cache-size higher, or --max-running-requests lower."],
   grid: ["states lie on SGLang's grid", "--hybrid-admission judicious, where the flags of the server allow it."],
   computed: ["computing was faster than loading", ""],
+  not_loaded: ["there was no room to load it", ""],
   changing_text: ["a short text before it changes", "Move it to the end of the prompt: pick the request to see which."],
 };
 const nothingIn = (rows, columns, text) => (rows.length ? rows : [element("tr", null, Object.assign(element("td", text), { colSpan: columns, className: "nothing" }))]);
