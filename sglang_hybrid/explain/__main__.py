@@ -56,15 +56,13 @@ def main(arguments: Sequence[str]) -> int:
 def explain(options: argparse.Namespace) -> MissReport:
     """Ask the server. Raises `Failed`, and FileError for a prompt that cannot be read."""
     server = Connection(options.url, options.api_key)
-    body: dict[str, Any] = {
-        "extra_key": options.extra_key,
-        "cache_salt": options.cache_salt,
-        "lora_path": options.lora_path,
-    }
+    chat = {} if options.messages is None else _chat(options.messages)
+    whose = ("extra_key", "cache_salt", "lora_path")
+    body = {name: getattr(options, name) or chat.get(name) for name in whose}
     if options.request_id is not None:
         body["request_id"] = options.request_id
     else:
-        body["input_ids"] = _tokens(server, options)
+        body["input_ids"] = _tokens(server, options, chat)
     answer = server.post("/hybrid_cache/explain", body)
     try:
         return msgspec.convert(answer, MissReport)
@@ -72,19 +70,22 @@ def explain(options: argparse.Namespace) -> MissReport:
         raise Failed(f"{server.url} runs another version of sglang_hybrid ({error}).") from None
 
 
-def _tokens(server: Connection, options: argparse.Namespace) -> list[int]:
+def _chat(file: Path) -> dict[str, Any]:
+    """A request's body, of which `messages` may be all that there is."""
+    chat = read_json(file, object, "JSON")
+    body = chat if isinstance(chat, dict) else {"messages": chat}
+    if not isinstance(body.get("messages"), list):
+        raise Failed(f"{file} is neither a list of messages nor an object that has one.")
+    return body
+
+
+def _tokens(server: Connection, options: argparse.Namespace, chat: dict[str, Any]) -> list[int]:
     """The prompt's token ids; text and messages are tokenized by the server."""
     if options.input_ids is not None:
         return _numbers(options.input_ids)
-    if options.messages is not None:
-        chat = read_json(options.messages, object, "JSON")
-        body = chat if isinstance(chat, dict) else {"messages": chat}
-        if not isinstance(body.get("messages"), list):
-            raise Failed(
-                f"{options.messages} is neither a list of messages nor an object that has one."
-            )
+    if chat:
         keep = ("messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
-        body = {name: body[name] for name in keep if name in body}
+        body = {name: chat[name] for name in keep if name in chat}
     elif options.prompt_file is not None:
         body = {"prompt": read_text(options.prompt_file)}
     else:
@@ -159,7 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--messages",
         type=Path,
-        help="JSON: messages, or the body of a chat completion; the server's template is applied",
+        help="JSON: messages, or the body of a chat completion, whose extra_key, cache_salt and "
+        "lora_path count where no flag gives them; the server's template is applied",
     )
     what.add_argument("--input-ids", help="token ids, 1,2,3 or @FILE")
     what.add_argument("--request-id", help="one of the recent requests")

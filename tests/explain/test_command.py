@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import requests
 
-from sglang_hybrid.explain.__main__ import main
+from sglang_hybrid.explain.__main__ import Connection, main
 from sglang_hybrid.explain.miss_report import CacheSnapshot, MissReport
 from sglang_hybrid.serving import answers
 from tests.hostile import CONTROL, Ended
@@ -109,6 +109,24 @@ def test_tokens_that_are_none(ask: Callable[..., Ended], tokens: bytes, tmp_path
     ended = ask(lambda path: (200, tokens), "--prompt", "x")
     ended.check()
     assert "answered no tokens" in ended.err
+
+
+def test_a_body_says_whose_it_is_unless_a_flag_does(
+    ask: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "chat.json"
+    file.write_text('{"messages": [], "cache_salt": "a", "extra_key": "b", "user": "c"}')
+    sent: list[Any] = []
+
+    def post(self: Connection, path: str, body: dict[str, Any]) -> Any:
+        sent.append(body)
+        return {"tokens": [1, 2]} if path == "/tokenize" else json.loads(report())
+
+    monkeypatch.setattr(Connection, "post", post)
+    asked = ["--messages", str(file), "--extra-key", "mine"]
+    ask(lambda path: (500, b""), *asked).check()
+    whose = {"extra_key": "mine", "cache_salt": "a", "lora_path": None}
+    assert sent == [{"messages": []}, {**whose, "input_ids": [1, 2]}]
 
 
 def test_a_key_may_lie_in_a_file(
