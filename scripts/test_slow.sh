@@ -5,8 +5,8 @@
 #
 #   scripts/test_slow.sh --everything           also what tests/left_out.toml leaves out
 #   scripts/test_slow.sh --evidence FILE        the table as a page
-#   scripts/test_slow.sh --record FILE          a run that was ended, of which FILE has the record,
-#                                               goes on
+#   scripts/test_slow.sh --record FILE          notes each result in FILE, best outside of the
+#                                               repository, and goes on where that ends
 #   scripts/test_slow.sh --hypothesis-seed N    the random cases of an earlier run
 #   scripts/test_slow.sh clients     clients of other projects alone, in .venv-clients, which this
 #                                    makes (2.6 GB, and 1.3 GB with npm); without it their tests

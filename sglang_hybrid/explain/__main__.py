@@ -57,8 +57,8 @@ def explain(options: argparse.Namespace) -> MissReport:
     """Ask the server. Raises `Failed`, and FileError for a prompt that cannot be read."""
     server = Connection(options.url, options.api_key)
     chat = {} if options.messages is None else _chat(options.messages)
-    whose = ("extra_key", "cache_salt", "lora_path")
-    body = {name: getattr(options, name) or chat.get(name) for name in whose}
+    flags = {name: getattr(options, name) for name in ("extra_key", "cache_salt", "lora_path")}
+    body = {name: chat.get(name) if flag is None else flag for name, flag in flags.items()}
     if options.request_id is not None:
         body["request_id"] = options.request_id
     else:

@@ -123,10 +123,12 @@ def test_a_body_says_whose_it_is_unless_a_flag_does(
         return {"tokens": [1, 2]} if path == "/tokenize" else json.loads(report())
 
     monkeypatch.setattr(Connection, "post", post)
-    asked = ["--messages", str(file), "--extra-key", "mine"]
-    ask(lambda path: (500, b""), *asked).check()
-    whose = {"extra_key": "mine", "cache_salt": "a", "lora_path": None}
-    assert sent == [{"messages": []}, {**whose, "input_ids": [1, 2]}]
+    for given in ("mine", ""):
+        asked = ["--messages", str(file), "--extra-key", given]
+        ask(lambda path: (500, b""), *asked).check()
+        whose = {"extra_key": given, "cache_salt": "a", "lora_path": None}
+        assert sent == [{"messages": []}, {**whose, "input_ids": [1, 2]}]
+        sent.clear()
 
 
 def test_a_key_may_lie_in_a_file(
