@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from sglang_hybrid.serving.server_process import ServerProcess
+from sglang_hybrid.storage import weights
 from tests.server import forked
 
 HERE = Path(__file__).parent
@@ -115,6 +117,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 def pytest_runtest_protocol() -> Iterator[None]:
     with nothing_ends_this_process():
         return (yield)
+
+
+@pytest.fixture(autouse=True)
+def of_this_test_alone() -> Iterator[None]:
+    """An update of weights waits for no cache of an earlier test, whose copies nobody ends."""
+    with mock.patch.multiple(weights, _stores=WeakSet(), _caches=WeakSet(), _changed=False):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from weakref import WeakSet
 
 import pytest
 from sglang.srt.managers.schedule_batch import Req
@@ -22,7 +21,6 @@ from sglang_hybrid.core.tiers.rates import Link
 from sglang_hybrid.extensions.cpu.ops import transfer_streams
 from sglang_hybrid.extensions.disk import file_backend, object_store
 from sglang_hybrid.hooks.models import forget_old_weights
-from sglang_hybrid.storage import weights
 from tests.cache.backends import options
 from tests.cache.disk import FULL, MAMBA, DiskServer, PlainTiers, disk_server
 from tests.cache.driver import Sizes
@@ -79,13 +77,10 @@ def test_what_device_and_host_forgot_is_read_from_the_disk(start: Start) -> None
         server.check_contents()
 
 
-def test_copies_end_before_weights_change(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_end_before_weights_change(start: Start) -> None:
     """While there are any SGLang does not empty its cache, and would answer from KV of the old
     weights.
     """
-    monkeypatch.setattr(weights, "_changed", False)
-    for name in ("_stores", "_caches"):
-        monkeypatch.setattr(weights, name, WeakSet())
     transfer_streams.simulate(Link(1e9, 0.2))
     with start(sizes=TWO_POOLS) as server:
         req = server.read(list(range(100, 140)))

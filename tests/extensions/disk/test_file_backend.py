@@ -54,7 +54,6 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parallel = SimpleNamespace(dp_rank=None, dp_size=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
     monkeypatch.setenv("SGLANG_HYBRID_DISK_MB", "1")
-    monkeypatch.setattr(weights, "_changed", False)
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "disk"))
 
 
