@@ -8,9 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
+
+from tests.server import forked
 
 CRASHES = """
 import ctypes, os, signal, time
@@ -119,3 +122,16 @@ def test_a_worker_that_is_lost_ends_the_run_with_the_test_that_it_ran(tmp_path: 
     assert run.returncode == 1
     assert "crashed while running 'test_b.py::test_of_b[3]" in run.stdout
     assert "ended by signal 9" in run.stderr
+
+
+def test_servers_of_several_tests_are_forked_from_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forked, "ForkServer", Mock(side_effect=lambda environment: Mock()))
+    monkeypatch.setattr(forked, "kept", {})
+    usual = {"PATH": "/bin"}
+    varied = [usual | {"PYTEST_CURRENT_TEST": name, "SGLANG_HYBRID_DISK_MB": name} for name in "12"]
+    one, two = map(forked.fork_server, varied)
+    assert one is two
+    assert forked.fork_server(usual | {"HOME": "/"}) is not one
+    assert one.close.called  # type: ignore[attr-defined]

@@ -29,6 +29,9 @@ OURS = "SGLANG_HYBRID_"
 by an import.
 """
 
+TEST = "PYTEST_CURRENT_TEST"
+"""Set by pytest, another one for each test."""
+
 MODULE = "tests.server.forked"
 
 CHILD_SUBREAPER = 36
@@ -105,7 +108,6 @@ class ForkServer:
 
 Environment = frozenset[tuple[str, str]]
 
-seen: set[Environment] = set()
 kept: dict[Environment, ForkServer] = {}
 """The last one that was made, of half a gigabyte: most servers of a file have one environment."""
 
@@ -119,16 +121,11 @@ def adopt_orphans(wanted: bool) -> None:
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-def fork_server(environment: dict[str, str]) -> ForkServer | None:
-    """The one for servers that have this environment; None for the first of them, since there may
-    be no other. The caller holds `forking`.
-    """
+def fork_server(environment: dict[str, str]) -> ForkServer:
+    """The one for servers that have this environment. The caller holds `forking`."""
     read_late = {name for name in environment if name.startswith(OURS) and name != GUARD}
-    usual = {name: environment[name] for name in environment.keys() - read_late}
+    usual = {name: environment[name] for name in environment.keys() - read_late - {TEST}}
     key = frozenset(usual.items())
-    if key not in seen:
-        seen.add(key)
-        return None
     if key not in kept:
         for other in kept.values():
             other.close()
@@ -146,19 +143,18 @@ def start(server: ServerProcess) -> None:
     spawns = environment.get("TEST_SERVERS") == "spawn" or os.path.exists("/dev/nvidiactl")
     with_us = module.startswith(("sglang_hybrid.", "tests."))
     forks = not spawns and python == sys.executable and with_us
+    if not forks:
+        start_by_python(server)
+        return
     with forking:
-        from_server = fork_server(environment) if forks else None
-        if from_server is not None:
-            os.close(server._log_descriptor)
-            server.process = from_server.fork(  # type: ignore[assignment]
-                module=module,
-                arguments=arguments,
-                environment=environment,
-                directory=str(server._directory or os.getcwd()),
-                log=str(server.log),
-            )
-            return
-    start_by_python(server)
+        server.process = fork_server(environment).fork(  # type: ignore[assignment]
+            module=module,
+            arguments=arguments,
+            environment=environment,
+            directory=str(server._directory or os.getcwd()),
+            log=str(server.log),
+        )
+    os.close(server._log_descriptor)
 
 
 def serve(

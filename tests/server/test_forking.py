@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import requests
 
 from tests.server.client import Serve, ask, random_prompt, until
 from tests.server.conftest import SPAWNED
-from tests.server.forked import ForkedProcess, fork_server
+from tests.server.forked import ForkedProcess
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +55,6 @@ def all_is_on_disk(url: str) -> bool:
 
 
 def test_a_forked_server_has_the_settings_of_a_spawned_one(serve: Serve, tmp_path: Path) -> None:
-    fork_server(dict(os.environ))  # as if there had been one before
     said = []
     for environment in ({}, SPAWNED):
         disk = tmp_path / str(len(said))
