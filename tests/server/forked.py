@@ -32,6 +32,8 @@ by an import.
 TEST = "PYTEST_CURRENT_TEST"
 """Set by pytest, another one for each test."""
 
+PAGE = "--hybrid-ui"
+
 MODULE = "tests.server.forked"
 
 CHILD_SUBREAPER = 36
@@ -135,14 +137,14 @@ def fork_server(environment: dict[str, str]) -> ForkServer:
 
 
 def start(server: ServerProcess) -> None:
-    """`ServerProcess.start` that forks where it can: not other programs, not SGLang without us, and
-    not where processes are to be spawned.
+    """`ServerProcess.start` that forks where it can: not other programs, not SGLang without us, not
+    where processes are to be spawned, and not with a page, whose routes an import adds.
     """
     python, _, module, *arguments = server._command
     environment = server._environment
     spawns = environment.get("TEST_SERVERS") == "spawn" or os.path.exists("/dev/nvidiactl")
     with_us = module.startswith(("sglang_hybrid.", "tests."))
-    forks = not spawns and python == sys.executable and with_us
+    forks = not spawns and python == sys.executable and with_us and PAGE not in arguments
     if not forks:
         start_by_python(server)
         return

@@ -20,7 +20,7 @@ FLAGS = (
     *("--max-total-tokens", "4000", "--max-mamba-cache-size", "24", "--enable-metrics"),
     *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-backend", "file"),
     *("--hybrid-disk-mb", "40", "--hybrid-eviction", "marconi:0.7", "--hybrid-memory", "split"),
-    *("--hybrid-schedule", "window", "--hybrid-ui", "text", "--random-seed", "1"),
+    *("--hybrid-schedule", "window", "--random-seed", "1"),
 )
 VARIES = ("second", "speed", "rate", "time", "memory_usage", "load", "port", "disk/bytes")
 """Parts of names of numbers that no two servers have alike. A file on disk has the time at which it

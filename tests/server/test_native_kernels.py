@@ -88,7 +88,7 @@ def test_without_them_a_server_works_and_says_why(
     tmp_path: Path, lack: str, serve: Serve, right: dict
 ) -> None:
     environment, reason = lacking(lack, tmp_path)
-    with serve(environment=environment) as server:
+    with serve(environment=SPAWNED | environment) as server:
         assert same(ask(server.url, PROMPT), right)
         (line,) = lines_of(server)
     assert "plain torch stands for them" in line and reason in line
