@@ -1,4 +1,4 @@
-"""What a hit on coded KV and states costs models that need their context."""
+"""The benchmark `coded`: errors of models that resume from coded KV and states."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def coded(
     sequences: Annotated[Count, "of each task and length"] = 16,
     chats: Annotated[Count, "conversations"] = 36,
 ) -> None:
-    """What a hit on coded KV and states costs models that need their context.
+    """The cost of a hit on coded KV and states, for models that need their context.
 
     Small hybrids of recurrent layers and attention are trained on tasks that only the context
     answers, one process to a core. Then a prefix is computed, what it leaves is encoded and

@@ -40,7 +40,7 @@ _ALL = re.compile(r"^\| ours, default \| all \|[^|]*\|[^|]*\(([\d.]+)x\) \|[^|]*
 
 @dataclass(frozen=True)
 class Pair:
-    """What two servers did with one trace. Hit rates in percent; tokens prefilled and the sum of
+    """Results of two servers on one trace. Hit rates in percent; tokens prefilled and the sum of
     the times to first token as multiples of SGLang's.
     """
 

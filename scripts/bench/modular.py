@@ -1,4 +1,4 @@
-"""What prompts cost and keep that are composed of documents which were computed apart."""
+"""The benchmark `modular`: prompts that are composed of documents which were computed apart."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def modular(
     repeats: Annotated[Count, "of each time, of which the shortest counts"] = 2,
     served: Annotated[bool, "time servers instead, of models that are not trained"] = False,
 ) -> None:
-    """What prompts lose and save that are composed of documents which were computed apart.
+    """Loss and savings of prompts that are composed of documents which were computed apart.
 
     Small hybrids of recurrent layers and attention are trained on prompts of documents, one process
     to each core that may be used. Each document is then computed alone, and the states, keys and

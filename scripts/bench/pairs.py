@@ -56,8 +56,8 @@ def prefilled_ratio(mine: Outcome, its: Outcome) -> float:
 
 
 def work(outcome: Outcome) -> tuple[float, float, float]:
-    """What a time to first token grows with: one request, its new tokens, and pairs of a new token
-    with one before it.
+    """The amounts that a time to first token grows with: one request, its new tokens, and pairs of
+    a new token with one before it.
     """
     new = outcome.prefilled
     return 1.0, float(new), new * (outcome.cached_tokens + new / 2)
@@ -71,7 +71,7 @@ def prefill_costs(outcomes: Sequence[Outcome]) -> FloatArray:
 
 
 def expected_seconds(outcomes: Sequence[Outcome], costs: FloatArray) -> float:
-    """Sum of their times to first token as `costs` has it."""
+    """Sum of the times to first token that `costs` predicts for the outcomes."""
     return float((np.array([work(outcome) for outcome in outcomes]) @ costs).sum())
 
 

@@ -55,7 +55,7 @@ WORKFLOW_SIZES = (1, 2, 4, 8)
 
 COST = CostModel.paper_7b()
 RULES = {"paper": None, "served": Serving(), "one": Serving(one_memory=True)}
-"""How requests are served in a replay: by the paper's rules, or as a server does."""
+"""Rules by which requests are served in a replay: the paper's, or a server's."""
 
 Preset = TypeVar("Preset")
 Row = tuple[str, float]  # trace, GB

@@ -107,7 +107,7 @@ def steps_on_a_gpu() -> list[Step]:
 
 
 def steps_of_one_memory(*, gpu: bool) -> list[Step]:
-    """What one memory may be the default after, on the CPU where there is no GPU."""
+    """The checks after which one memory may be the default, on the CPU where there is no GPU."""
     stand_ins = () if complete() or not gpu else ("--stand-ins",)
     path = environment_with(stand_ins=bool(stand_ins))
     device = () if gpu else ("--cpu",)
