@@ -182,8 +182,8 @@ class TimedLoads:
 
 
 def _keys(req: Req) -> list[Hashable]:
-    """Whose answers say how long the next one will be: of the tenant's prompts those that begin
-    alike, then all.
+    """Groups of requests by whose answers the length of the next one is predicted: those of the
+    tenant whose prompts begin alike, then all of the tenant.
     """
     tenant = tenant_of(req)
     return [(tenant, fingerprint_tokens(req.origin_input_ids[:FIRST_TOKENS])), (tenant,)]

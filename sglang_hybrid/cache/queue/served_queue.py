@@ -210,7 +210,7 @@ class ServedQueue:
 def make_served_queue(
     cache: HybridRadixCache, options: HybridConfig, priority_sign: int | None = None
 ) -> ServedQueue:
-    """As the flags say, which leave the order to us."""
+    """The queue that the flags ask for; for flags that leave the order to us."""
     size = options.hybrid_schedule_window
     order = Window(size) if options.hybrid_schedule is Schedule.WINDOW else Car(size)
     bound = Bound(options.hybrid_schedule_overtaken, options.hybrid_schedule_seconds)

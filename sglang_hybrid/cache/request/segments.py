@@ -134,11 +134,11 @@ class ModularPrompts:
             self._states.keep(req, node, len(found))
 
     def of(self, req: Req) -> Composition | None:
-        """What is known of `req`; None for a request of another kind."""
+        """The composition of `req`; None for a request of another kind."""
         return self._known.get(req)
 
     def forget_all(self) -> None:
-        """The tree was emptied."""
+        """Forget all transitions, after the tree was emptied."""
         if self._states is not None:
             self._states.forget_all()
 

@@ -318,7 +318,7 @@ class HybridTreeCore(MarkedTreeCore):
             self._sync(node)
 
     def _is_device_leaf(self, node: UnifiedTreeNode) -> bool:
-        """As SGLang's (unified_tree_core.py, _is_device_leaf), without generators."""
+        """The same as SGLang's (unified_tree_core.py, _is_device_leaf), without generators."""
         data = node.component_data
         if node is self.root_node or data[ComponentType.FULL].value is None:
             return False
