@@ -13,7 +13,7 @@ from typing import Any
 
 
 class MemoryKind(Enum):
-    """Whose bytes they are."""
+    """The two users of one memory."""
 
     KV = "kv"
     STATES = "states"

@@ -127,8 +127,8 @@ class HistoryMatch:
         return message_starts[-behind] if repeats else self.moved_part
 
     def messages_behind(self, message_starts: Sequence[int]) -> int:
-        """How many messages before the end of the earlier prompt this one leaves it: that inside
-        which they part, and those behind it. 0 if there is no earlier prompt, or the number of its
+        """The messages of the earlier prompt that this one does not repeat: the one inside which
+        they part, and those behind it. 0 if there is no earlier prompt, or the number of its
         messages is not known. message_starts: as for `next_branch`.
         """
         if self.earlier is None or not self.earlier.messages:
