@@ -225,7 +225,7 @@ class FileBackend(HiCacheStorage):
         return [False] * len(keys) if self.store is None else self.store.contains(kind, keys)
 
     def knows(self, kind: str, keys: Sequence[str]) -> list[bool]:
-        """As `holds`, without counting a use."""
+        """The same as `holds`, without counting a use."""
         return [False] * len(keys) if self.store is None else self.store.knows(kind, keys)
 
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 SAVE_SECONDS = 60.0
 IDLE_SECONDS = 5.0
 TENANTS_AT_ONCE = 16
-"""Whose models are collected at one step: half a millisecond."""
+"""Tenants whose models are collected at one step, which takes half a millisecond."""
 
 
 @dataclass

@@ -57,7 +57,7 @@ def check_patterns(field: str, patterns: Iterable[str]) -> None:
 
 
 def _instructions(field: str, pattern: str) -> int:
-    """Those of a pattern's program."""
+    """The number of instructions of a pattern's program."""
     try:
         re.compile(pattern)
         return int(_compiled(pattern).programsize)

@@ -227,7 +227,7 @@ class Difference(msgspec.Struct, forbid_unknown_fields=True):
 @router.post("/differ")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def differ(request: Request) -> Response:
-    """Where two prompts differ first, with the text around that."""
+    """The first token at which two prompts differ, with the text around it."""
     kind = BodyKind("pair", '{"first": [1, 2], "second": [1, 3]}')
     pair = await read_json(request, Difference, MOST_BODY, "it may have", kind)
     manager = _manager()

@@ -86,8 +86,8 @@ class ReplicaLoad:
         return max((common_bytes(each, prompt, 0) for each in sent), default=0) // TOKEN_BYTES
 
     def way(self, found: Resumable) -> tuple[int, float]:
-        """Where the server would resume, and the seconds of loads before that: it loads nothing
-        that is computed sooner.
+        """The position at which the server would resume, and the seconds of loads before that: it
+        loads nothing that is computed sooner.
         """
         more = found.position - found.device_position
         state, token = self.loads.get(found.tier, (0.0, 0.0))

@@ -148,11 +148,11 @@ def prune(node: ReplicaNode, width: int) -> ReplicaNode:
 def stops(
     root: ReplicaNode, prompt: bytes, limit: int, everyone: int, width: int
 ) -> tuple[list[int], list[int]]:
-    """Where the path of `prompt` has states, up to `limit` bytes from its start.
+    """Positions of states on the path of `prompt`, up to `limit` bytes from its start.
 
-    Returns these positions in bytes, from the top, and for each who can resume there: of the bits
-    `everyone`, those of the tiers that have both the state and all KV up to it. Inside an edge that
-    the prompt does not fill, only the last position counts.
+    Returns these positions in bytes, from the top, and for each the tiers that can resume there: of
+    the bits `everyone`, those of tiers that have both the state and all KV up to it. Inside an edge
+    that the prompt does not fill, only the last position counts.
     """
     positions: list[int] = []
     holders: list[int] = []

@@ -39,7 +39,7 @@ class NotBuilt(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: the user's folder of caches."""
+    """The folder of compiled libraries, in the user's folder of caches."""
     return own_caches() / "native"
 
 

@@ -98,8 +98,8 @@ def compare(
 
 @dataclass(frozen=True)
 class QueueResult:
-    """Where requests wait for room. makespan: ticks, summed over models and sizes, as the mean of
-    the seeds. waited: ticks, per request. refused: requests that never fit, of those that all came.
+    """Results where requests wait for room. makespan: ticks, summed over models and sizes, as the
+    mean of the seeds. waited: ticks, per request. refused: of all requests, those that never fit.
     """
 
     out_of_memory: int

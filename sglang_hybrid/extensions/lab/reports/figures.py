@@ -84,7 +84,7 @@ def p95(study: Study) -> Plot | None:
 
 
 def by_length(study: Study) -> Plot | None:
-    """Whose prompts gain over the reference."""
+    """The gain over the reference, by the prompts' length."""
     reference = study.reference()
     found = study.at_compared()
     if reference is None:

@@ -1,4 +1,4 @@
-"""What other engines keep of a hybrid model's prefixes, as they are served by default.
+"""Prefix caches of other engines for hybrid models, as these are served by default.
 
 Each class says what it is made from and what it knows. Sizes are those of our cost model for all.
 """
@@ -110,8 +110,8 @@ class VllmCache:
         self._release(ticket)
 
     def _find(self, names: Sequence[int], below: Container[Hashable] = ()) -> tuple[int, int]:
-        """How many blocks from the beginning are cached, here or `below`, and after how many of
-        them the deepest state is that a prompt can resume from.
+        """The number of blocks from the beginning that are cached, here or `below`, and the number
+        of them up to the deepest state that a prompt can resume from.
         """
 
         def has(name: Hashable) -> bool:

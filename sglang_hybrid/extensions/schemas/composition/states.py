@@ -134,7 +134,7 @@ class SegmentStates:
         return [slot for slot in map(self._state, nodes) if slot is not None]
 
     def transitions(self, req: Req, nodes: Sequence[int]) -> list[Transition]:
-        """Those of segments of `req` that end at these nodes (`has`), which are used now."""
+        """The transitions of segments of `req` that end at these nodes (`has`), noted as used."""
         whose = payer(req.extra_key)
         found = [(node, self._get(whose, node)) for node in nodes]
         used = [(node, transition) for node, transition in found if transition is not None]

@@ -309,7 +309,7 @@ class Registry:
         return Expanded(registered, tokenized, positions, warnings, segments)
 
     def layout(self, registered: Registered) -> Layout:
-        """Where modular mode places the schema's texts; made once for each schema."""
+        """The places of the schema's texts in modular mode; made once for each schema."""
         if registered.layout is None:
             registered.layout = Layout(registered.schema, self.tokenizer)
         return registered.layout

@@ -1,4 +1,4 @@
-"""Where hits are lost in tiers: what became of each state that a request could have resumed from.
+"""Causes of lost hits in tiers: what became of each state that a request could have resumed from.
 
 A position is identified by a hash of all tokens up to it, so that one that was evicted takes only a
 few bytes.
@@ -16,8 +16,8 @@ from sglang_hybrid.extensions.lab.simulation.token_tree import Hashes
 
 
 class Loss(Enum):
-    """Why a request computed tokens up to a position at which there had been a state, or at which
-    one found no room.
+    """The reason why a request computed tokens up to a position at which there had been a state, or
+    at which one found no room.
     """
 
     NO_ROOM = "no room"  # it did not fit beside running requests when it was computed

@@ -35,7 +35,7 @@ KV_VALUE_BYTES: Final = 2
 
 
 class CopyCodec(Enum):
-    """As `sglang_hybrid.storage.codecs.codecs.Codec`, by the bytes of a row of ROW numbers."""
+    """The codecs of `sglang_hybrid.storage.codecs.codecs`, by the bytes of a row of ROW numbers."""
 
     EXACT = "exact"
     BF16 = "bf16"

@@ -228,7 +228,7 @@ class ConversationReader:
 
 
 def _entries(path: Path, skipped: Skipped) -> Iterator[tuple[str, bytes]]:
-    """Where an entry stands, and its text: items of an array, or lines."""
+    """The place of each entry in the file, and its text: items of an array, or lines."""
     lines = numbered_lines(path, skipped)
     first = list(islice(lines, 1))
     lines = chain(first, lines)
