@@ -373,9 +373,9 @@ def unwanted() -> set[Need]:
 
 
 def lacking_in(root: Path) -> dict[Need, Misfit]:
-    """As `lacking`, in files, none of which is imported. root: the folder that has `sglang/`.
+    """The result of `lacking` for files, which are not imported. root: the folder with `sglang/`.
 
-    What is left out may be what another change is cut against, so that goes, too.
+    Another change may be cut against what is left out; it is left out, too.
     """
     patches = load_patches().values()
     paths = {patch.path: root / patch.path for patch in patches}

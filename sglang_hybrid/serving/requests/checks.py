@@ -1,6 +1,6 @@
-"""What only the server may say of a request, and what clients say to the cache: read, checked and
-put on the tokenized request. SGLang's tokenizer manager calls this for every request, from HTTP or
-an engine (patch 0015). All other checks are the guard's (extensions/guard/checks.py).
+"""Values of a request that the cache reads, the server's own and those that clients set: checked
+and put on the tokenized request. SGLang's tokenizer manager calls this for every request, from HTTP
+or an engine (patch 0015). All other checks are the guard's (extensions/guard/checks.py).
 """
 
 from __future__ import annotations
