@@ -147,7 +147,7 @@ def test_a_flush_forgets_them() -> None:
 
 
 def test_a_state_before_the_end_is_not_needed() -> None:
-    """That of the whole prompt and its KV suffice."""
+    """The state of the whole prompt and its KV suffice."""
     it = server("lru")
     asked_twice(it)
     it.serve(PROMPT, [7])

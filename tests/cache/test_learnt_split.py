@@ -87,7 +87,7 @@ def test_without_a_disk_tier_it_is_among_the_cached_files(
 
 
 def test_a_user_without_a_home_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container under a user id that nobody knows: the server starts all the same."""
+    """A server in a container under an unknown user id has no home; it starts all the same."""
 
     def nobody() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -170,7 +170,7 @@ def test_sglangs_own_order_knows_no_pins() -> None:
 
 @pytest.mark.parametrize("days", [30, -30])
 def test_pins_outlive_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch, days: int) -> None:
-    """That of the rank that receives requests, and then the stamps of requests; time passes on."""
+    """A jump of the receiving rank's clock, or of later stamps, does not change a pin's time."""
     it = server(states=8, kv=400)
     clock, now = it.cache.step_clock, 1_000.0
     monkeypatch.setattr(clock, "read", lambda: now)

@@ -318,7 +318,7 @@ def test_a_prefill_that_is_sent_to_another_server_keeps_its_memory(
 
 
 def test_prompts_that_will_come_are_known_before_they_wait() -> None:
-    """As those of which a decode server has not said yet where to."""
+    """A prefill server knows of prompts before their decode server has said where to send them."""
     it = server()
     first, second = (it.arrive(run(100, 2) + run(90, 3 + k)) for k in range(2))
     adder = it.adder([first], coming=[second])

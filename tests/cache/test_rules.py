@@ -245,7 +245,7 @@ def test_under_all_a_chunks_end_pushes_out_the_oldest() -> None:
 
 
 def test_a_chunks_end_pushes_out_no_other_where_sglang_tracks_states() -> None:
-    """As for speculative decoding."""
+    """SGLang tracks states for speculative decoding."""
     it = Server.on(
         Sizes(extra_buffer=True, grid=64, kv=2_048, states=5),
         options("marconi"),

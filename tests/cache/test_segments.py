@@ -132,7 +132,7 @@ class SegmentServer(TieredServer):
         return 0 if known is None else known.composed
 
     def key_of(self, req: Req) -> RadixKey:
-        """What the prompt of a request is looked up by, but for its last token."""
+        """The key by which a request's prompt is looked up: all of it but the last token."""
         return RadixKey(req.origin_input_ids[:-1], req.extra_key, cache_salt=req.cache_salt)
 
     def node_of(self, asked: Asked, number: int) -> Any:

@@ -116,7 +116,7 @@ def test_the_scheduler_waits_for_nothing_that_is_not_listed(
 
 
 def test_by_sglangs_direct_copies_it_waits_for_indices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is `--hicache-io-backend direct`, which `kernel`, the default, is without."""
+    """SGLang's `--hicache-io-backend direct` waits for indices; `kernel`, the default, does not."""
     at = watched(monkeypatch, "write_back", layout="page_first_direct")
     found = {str(wait) for wait in at.gpu.waits} - REMAINS.keys()
     assert found == WITH_DIRECT_COPIES.keys()
