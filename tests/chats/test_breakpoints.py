@@ -1,4 +1,4 @@
-"""Where a block ends in a prompt's tokens, whatever follows it."""
+"""A block's end in a prompt's tokens is the same whatever follows the block."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_block_that_no_variant_continues_has_no_position(tokenizer: Any) -> No
 
 
 def test_tokens_that_are_not_the_prompts_have_no_position(tokenizer: Any) -> None:
-    """As when a reply's beginning was appended, or the text was tokenized another way."""
+    """The prompt differs if a reply's beginning was appended, or by another way of tokenizing."""
     ids = tokenizer.encode("other words here")
     place = BlockEnd(["some text" + MARK], True)
     assert token_positions(tokenizer, {}, "some text follows", ids, [place]) == [None]
