@@ -1,4 +1,4 @@
-"""Where checkpoints are planned, and where a running request can do with one slot."""
+"""Settings in which checkpoints are planned, and in which a running request needs one slot."""
 
 from types import SimpleNamespace
 from typing import Any
