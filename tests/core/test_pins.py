@@ -237,7 +237,7 @@ def test_a_pin_can_be_made_longer_and_more_important() -> None:
 
 
 def test_a_pin_stays_with_its_position_when_an_edge_is_cut() -> None:
-    """Where KV alone is enough, a position may lie within an edge."""
+    """The position may be within an edge if KV alone is enough."""
     cost = CostModel(linear=1, quadratic=0, windows=(), kv_bytes_per_token=8, state_bytes=0)
     tree = NodeTree(pins=Pins(cost, PinRoom(10_000), 0.5))
     node = tree.add(tree.root, "a", 100)

@@ -1,4 +1,4 @@
-"""Who runs next: the orders, the bound on overtaking, and what a round costs."""
+"""The request that runs next: orders, the bound on overtaking, and the cost of a round."""
 
 from __future__ import annotations
 
