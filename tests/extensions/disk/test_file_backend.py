@@ -65,7 +65,7 @@ def config(**changes: Any) -> HiCacheStorageConfig:
 
 
 def backend(**changes: Any) -> FileBackend:
-    """As the factory and the controller make it."""
+    """A backend, made as the factory and the controller make it."""
     bring_storage()
     made = StorageBackendFactory.create_backend("file", config(**changes), None)
     assert isinstance(made, FileBackend)

@@ -119,7 +119,7 @@ def test_the_experts_of_a_folder_of_their_own_count(identity: Identity, tmp_path
     ],
 )
 def test_weights_from_elsewhere_have_no_identity(identity: Identity, name: str, value: str) -> None:
-    """Those in the model's folder may be others."""
+    """The weights in the model's folder may be others."""
     with pytest.raises(Unidentified, match=f"{value} may be others than those of --model-path"):
         identity(**{name: value})
 

@@ -436,7 +436,7 @@ def streamed(replies: list[Any]) -> list[Any]:
 
 
 def test_a_long_body_is_sent_back_in_parts(server: Server) -> None:
-    """As Kubernetes' gateways want it."""
+    """Kubernetes' gateways want it in parts."""
     parts = [bytes(CHUNK + 1), bytes(5), bytes(CHUNK)]
     with all_of(server) as replicas:
         first, *rest = asyncio.run(
