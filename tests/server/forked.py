@@ -41,7 +41,7 @@ start_by_python = ServerProcess.start
 
 
 class ForkedProcess:
-    """What a `ServerProcess` asks of a `subprocess.Popen`, of a process that this one adopted."""
+    """A process that this one adopted, with what `ServerProcess` needs of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

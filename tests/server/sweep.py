@@ -736,7 +736,7 @@ class Case:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where values are, those of which others are part among them; of a list the first one."""
+    """The paths of values, also of values that contain others; of a list only the first one."""
     inner: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         inner = value.items()

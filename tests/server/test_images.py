@@ -32,11 +32,11 @@ pytestmark = pytest.mark.slow
 MODEL = "qwen3.5-vl"
 SPOT = "<|vision_start|><|image_pad|><|vision_end|>"
 TOKENS = 40
-"""Of a picture of 256 by 160 pixels; a token is 32 by 32 of them."""
+"""Tokens of a picture of 256 by 160 pixels; a token is 32 by 32 of them."""
 BEFORE = 20
 """Words before the first image, of two digits each: three tokens with the blank."""
 STARTS = 3 * BEFORE
-"""Where the first image's own tokens begin: behind the words and the token that opens it."""
+"""The position of the first image's own tokens: behind the words and the token that opens it."""
 
 
 def picture(seed: int, width: int = 256, height: int = 160) -> Image.Image:
@@ -325,7 +325,7 @@ def test_routers_and_the_page_know_words_only(seeing: str) -> None:
 
 
 def token_ids(recorded: str) -> list[int]:
-    """Those of a recorded prompt, which are kept as base64 of 32 bits each."""
+    """The tokens of a recorded prompt, which are kept as base64 of 32 bits each."""
     return np.frombuffer(base64.b64decode(recorded), "<i4").tolist()
 
 

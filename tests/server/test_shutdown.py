@@ -258,7 +258,7 @@ class Load:
 
 @pytest.mark.slow
 def test_a_rolling_update_cuts_nobody() -> None:
-    """As Kubernetes ends a server: SIGTERM while some requests run and others wait."""
+    """Kubernetes ends a server by SIGTERM, here while some requests run and others wait."""
     flags = ["--max-running-requests", str(Load.RUNNING)]
     with (
         ending(*flags, environment=patient(300)) as it,
