@@ -1,4 +1,4 @@
-"""Whose a request is, by its body, its form or its query; its sessions, and what it stored."""
+"""The tenant of a request, by its body, its form or its query; its sessions, and what it stored."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_empty_key_or_salt_is_none() -> None:
 
 
 def test_a_key_with_an_adapter_is_no_other_key() -> None:
-    """As text, "x" with "y" is "xy"; and a key may look like another one with a hash behind it."""
+    """In text, "x" with "y" is "xy"; and a key may look like another one with a hash behind it."""
     names = [("x", "y"), ("xy", None), (None, "xy"), ("", "xy"), ("xy", ""), (None, None)]
     found = [
         tenant_of_prompt(SimpleNamespace(extra_key=key, lora_path=adapter, cache_salt=None))
