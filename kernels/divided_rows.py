@@ -21,7 +21,7 @@ WORDS = 1_024
 """Words that one program copies."""
 
 WORD_TYPES = {4: tl.int32, 2: tl.int16, 1: tl.int8}
-"""By their bytes."""
+"""Triton's integer types, by their bytes."""
 
 ALIGNED = 16
 """Bytes that a thread reads at once where addresses are multiples of that."""

@@ -57,7 +57,7 @@ CODERS.setdefault("fp8", fp8)
 CODERS |= {"int4": int4, "int8, wrong scales": wrong_scale, "zeros": lost}
 
 Hits = dict[str, list[tuple[Asked, Cache]]]
-"""Of each task, what is asked and what its prefix left."""
+"""The questions of each task, and the caches that their prefixes left."""
 
 Models = list[tuple[Hybrid, Sequence[Reach]]]
 """Models, and what each has learnt to answer with."""

@@ -52,11 +52,11 @@ positive = whole(1)
 
 Count = Annotated[int, positive]
 APPENDED: dict[str, Any] = {"action": "append", "nargs": None}
-"""For a tuple whose values are given one by one, each behind the option's name."""
+"""Settings of a tuple whose values are given one by one, each behind the option's name."""
 
 
 def one_of(values: Iterable[object]) -> dict[str, Any]:
-    """For a parameter's type: the values that it may have."""
+    """Settings of a parameter that may have these values only, for its type."""
     return {"choices": list(values)}
 
 

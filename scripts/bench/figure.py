@@ -21,7 +21,7 @@ TITLES = {
     "sharegpt": "chats",
     "mooncake": "production\nhour",
 }
-"""Of traces, by the first word of their names."""
+"""Labels of traces, by the first word of their names."""
 
 MEMORIES = {
     "one": "one memory",
@@ -72,7 +72,7 @@ def _number(pattern: str, text: str) -> float:
 
 
 def read_rates(text: str, rows: Sequence[str], column: int) -> list[float]:
-    """Of the rows of these names: the percentages in a column; column 0 has the names. Raises
+    """The percentages in a column of the rows with these names; column 0 has the names. Raises
     BenchFailed.
     """
     found = []

@@ -124,7 +124,7 @@ class Behind:
 
 
 def ours(urls: list[str]) -> ServerProcess:
-    """By what the servers publish: `python -m sglang_hybrid.replicas route`."""
+    """Our router, `python -m sglang_hybrid.replicas route`; it follows what the servers publish."""
     return ServerProcess(urls, program=[sys.executable, "-m", MODULE, "route"], health="/health")
 
 

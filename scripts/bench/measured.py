@@ -34,7 +34,7 @@ class Configuration:
     environment: dict[str, str] = field(default_factory=dict)
 
     def server(self, common: Sequence[str]) -> ServerProcess:
-        """With the flags that all have in common, and its own."""
+        """A server with the flags that all have in common, and its own."""
         module = LAUNCHERS["ours" if self.ours else "SGLang"]
         flags = [*common, *self.flags]
         return ServerProcess(flags, module=module, directory=ROOT, environment=self.environment)

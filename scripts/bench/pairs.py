@@ -20,8 +20,8 @@ GROUPS = (
     ("as many", 0.99, 1.01),
     ("more", 1.01, math.inf),
 )
-"""By how many tokens a request prefills, as a multiple of what the first configuration prefills
-for the same request: from more than the first bound, to the second."""
+"""Groups of requests by the tokens that they prefill, as a multiple of those that the first
+configuration prefills for the same request: above the first bound, up to the second."""
 
 
 def against_the_first(configurations: Sequence[tuple[str, Sequence[Outcome]]]) -> None:

@@ -35,7 +35,7 @@ AGENTS_MODEL = "Qwen3.5-35B"
 HALVED = "Nemotron-H-8B"
 HYBRIDS = (HALVED, AGENTS_MODEL, "Kimi-Linear-48B")
 RECURRENT_LAYERS = {HALVED: 6}
-"""For each attention layer; 3 in other models. vLLM's pages are of one size for both."""
+"""Recurrent layers for each attention layer; 3 in other models. vLLM has one page size for both."""
 
 AGENTS_POLICIES = {
     "one": ("lru", "reuse", *ORACLES, "density", "cachescout", "pbkv", "cachewise"),

@@ -43,7 +43,7 @@ REUSE = Spec("reuse")
 PAPER = "the paper's 7B"
 SIZES = (PAPER, *HYBRIDS)
 STATICS = (0.15, 0.3, 0.5, 0.75)
-"""Of the memory, for states, beside the default split: what nobody knows beforehand."""
+"""Shares of the memory for states that are tried beside the default split, for `best of a few`."""
 HEADS = ("apart", "default", "at the start", "best of a few", "one memory")
 LOST = 1.0
 """Points below pools that lend nothing that count as a loss."""
@@ -173,7 +173,7 @@ class Rates(NamedTuple):
 
 
 def measure(requests: Sequence[Request], cost: CostModel, memory: int) -> Rates:
-    """Of a trace in `memory` bytes."""
+    """Hit rates of a trace in `memory` bytes."""
     middle = len(requests) // 2
     start = requests[0].arrival  # a window's clock begins with its first request
     shifted = [replace(it, arrival=it.arrival - start) for it in requests[:middle]]

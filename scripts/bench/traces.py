@@ -43,7 +43,7 @@ GENERATED: dict[str, tuple[float, ...]] = {
 }
 Folder = Annotated[Path, "the folder of the traces"]
 Seeds = Annotated[int | None, {"metavar": "SEEDS"}, "generated traffic instead, from these seeds"]
-"""For options: where traces are, and how many seeds of generated traffic replace them."""
+"""Types of options: the folder of the traces, and the seeds of traffic generated instead."""
 
 AGENTS = "agentx_dev"
 AGENT_SIZES = (5, 10, 20, 40)

@@ -17,7 +17,7 @@ from scripts.gpu_check.steps import QUESTIONS, Step, new_logs, run_all, table
 from scripts.gpu_check.verdict import decide
 
 MINUTES = 8.8
-"""For all steps together; the rest of nine minutes is for the start of this process."""
+"""Time for all steps together; the rest of nine minutes is for the start of this process."""
 
 MODELS = (
     *("kimi-linear", "nemotron-h", "qwen3-next", "qwen3.5", "falcon-h1", "granite-hybrid"),

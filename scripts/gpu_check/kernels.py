@@ -66,7 +66,7 @@ def empty_slots(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def largest_error(pool: Tensor, states: list[Tensor]) -> float:
-    """Of all states that were asked for, relative to the largest element of each; infinite for NaN.
+    """The largest error of states, relative to each one's largest element; infinite for NaN.
 
     states[s] [tokens + 1, ...] are those of sequence s by definition.
     """

@@ -25,7 +25,7 @@ WHOLE = 1 << 30
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: its layers as in `PATTERN`, and numbers as beside `HIDDEN`."""
+    """The sizes of a model: its layers as in `PATTERN`, and numbers as beside `HIDDEN`."""
 
     pattern: str = PATTERN
     hidden: int = HIDDEN

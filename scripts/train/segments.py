@@ -13,7 +13,7 @@ from sglang_hybrid.kernels.composition import Segment
 
 
 class Bytes(NamedTuple):
-    """Of a segment's keys and values, states, and transitions; windows are left out."""
+    """Bytes of a segment's keys and values, states, and transitions; windows are left out."""
 
     kv: int
     states: int
