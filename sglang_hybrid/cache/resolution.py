@@ -342,8 +342,8 @@ def _no_pages_by_default(server_args: ServerArgs) -> None:
 
 
 def _room_for_tokens_without_kv(server_args: ServerArgs) -> None:
-    """Without attention a KV token takes no memory, and SGLang's default is as many as the longest
-    request has (pool_configurator.py:246), which keeps the states of a few prompts only.
+    """Raise the tokens of a model without attention, whose KV takes no memory: SGLang's default is
+    the length of the longest request (pool_configurator.py:246), room for a few prompts' states.
     """
     view = resolving_view(server_args)
     if _is_pure(server_args) and plans_checkpoints(view) and view.max_total_tokens is None:

@@ -32,7 +32,7 @@ class StepMessages:
         self._unsent: dict[type, Any] = {}
 
     def poll(self) -> list[Any]:
-        """On the rank that receives requests, at every step: what goes with those of this step."""
+        """The messages to send with this step's requests, on the rank that receives requests."""
         for source in self._sources:
             for message in source.poll():
                 self._unsent[type(message)] = message

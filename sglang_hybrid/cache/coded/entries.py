@@ -107,7 +107,7 @@ class CodedEntries:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For /server_info: what is coded now, and what ever was; KV in tokens."""
+        """Counts for /server_info: of what is coded now, and of what ever was; KV in tokens."""
         return {
             "now": {"kv": self._edges.tokens, "states": len(self._groups)},
             "coded": dict(self.coded),
@@ -116,7 +116,7 @@ class CodedEntries:
         }
 
     def reset(self) -> None:
-        """The tree was emptied."""
+        """Forget all coded entries, after the tree was emptied."""
         self._edges.clear()
         self._groups = Groups(self._states.parts)
 
@@ -333,7 +333,7 @@ class CodedEntries:
         return torch.full_like(like, part)
 
     def _in_order(self, *read: Tensor) -> AbstractContextManager[Any]:
-        """Behind what the forwards have computed and are computing, and before the next one."""
+        """A context whose work runs after the forwards so far, and before the next forward."""
         stream = self._cache.forward_stream
         if stream is None:
             return nullcontext()

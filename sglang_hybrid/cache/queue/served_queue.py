@@ -69,7 +69,7 @@ class ServedQueue:
         self._prospects: PerRequest[tuple[int, Prospect]] = PerRequest()
 
     def load_ahead(self, cache: AheadLoads, speeds: Any) -> None:
-        """There is a host below the device: loads begin before their requests' turns."""
+        """Begin loads from the host before their requests' turns, from now on."""
         from sglang_hybrid.cache.queue.loads import TimedLoads
 
         self.loads = TimedLoads(cache, speeds)
@@ -78,7 +78,7 @@ class ServedQueue:
     # Called by the prefill adder
 
     def arrange(self, queue: list[Req]) -> None:
-        """The scheduler is about to try the requests of `queue`, from the front on."""
+        """Put `queue` in order; the scheduler then tries its requests from the front on."""
         for req in queue[: self._waiting.order.front(len(queue))]:
             self.clock.arrival(req)
         self._waiting.arrange(queue, self.clock.now)
@@ -121,7 +121,7 @@ class ServedQueue:
             self.loads.returns.expect(node_id, self.clock.now + seconds)
 
     def on_flush(self) -> None:
-        """The tree was emptied."""
+        """Forget the nodes of waiting requests, after the tree was emptied."""
         self._waiting.on_flush()
 
     # What a hook calls (hooks/scheduling.py).
@@ -145,7 +145,7 @@ class ServedQueue:
         return self._waiting.holds
 
     def info(self) -> dict[str, Any]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {
             "order": self.name,
             "window": self._waiting.order.front(1 << 30),

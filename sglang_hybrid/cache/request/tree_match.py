@@ -72,7 +72,7 @@ class TreeMatcher:
         self._last: PerRequest[LastMatch] = PerRequest()
 
     def forget_all(self) -> None:
-        """The tree was emptied."""
+        """Forget all matches, after the tree was emptied."""
         self._last.clear()
 
     def match(self, params: MatchPrefixParams) -> MatchResult | None:

@@ -41,7 +41,7 @@ LEAST_AT_ONCE: Final = 1_024
 request."""
 
 MOST_BYTES: Final = 128 << 20
-"""Of KV that is copied together: as many lie beside the pools meanwhile."""
+"""Bytes of KV that is copied together: as many are allocated beside the pools meanwhile."""
 
 
 class ParkedKv:
@@ -68,7 +68,7 @@ class ParkedKv:
         self.reset()
 
     def reset(self) -> None:
-        """The tree was emptied, and its pools with it."""
+        """Forget all parked KV, after the tree and its pools were emptied."""
         self._places = TokenPlaces(self.tokens_of_slot)
         self._of: dict[int, PlaceArray] = {}
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -94,13 +94,13 @@ class ParkedKv:
         return self.slots - -(-missing // self.tokens_of_slot)
 
     def describe(self) -> str:
-        """For the log."""
+        """The line of the log."""
         return (
             f"KV without room lies in slots without a state, {self.tokens_of_slot:,} tokens in each"
         )
 
     def as_dict(self) -> dict[str, int]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {
             "now": self.tokens,
             "slots": self.slots,
@@ -371,7 +371,7 @@ class ParkedKv:
         data.value = value
 
     def _on_device(self, places: PlaceArray) -> tuple[Tensor, Tensor]:
-        """Of these places, where each is in its slot, and the slot: int64 [n] each."""
+        """The positions of these places within their slots, and the slots: int64 [n] each."""
         width, device = self.tokens_of_slot, self._slot_of.device
         there = to_device(torch.from_numpy(places), device)
         return there % width, self._slot_of[there // width]

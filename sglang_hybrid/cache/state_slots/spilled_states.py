@@ -98,7 +98,7 @@ class SpilledStates:
         )
 
     def as_dict(self) -> dict[str, int]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {
             "now": len(self._at),
             "tokens_of_each": self.tokens,
@@ -107,7 +107,7 @@ class SpilledStates:
         }
 
     def reset(self) -> None:
-        """The tree was emptied, and its pools with it."""
+        """Forget all states, after the tree and its pools were emptied."""
         self._at, self._movable, self._held = {}, {}, set()
 
     # Moves.

@@ -40,14 +40,14 @@ class PoolStateSlots:
         self._rest = 0  # tokens of an unfinished prefill that have no KV yet
 
     def reserve(self, requests: int, rest: int = 0) -> None:
-        """So many requests run, or will, and the prefill that this batch does not finish needs KV
-        for `rest` tokens more: in one memory these, and the tokens of the requests' next steps,
-        come before checkpoints.
+        """Note that so many requests run, or will, and that the prefill which this batch does not
+        finish needs KV for `rest` tokens more. In one memory these tokens, and those of the
+        requests' next steps, come before checkpoints.
         """
         self._decoding, self._rest = requests, rest
 
     def on_resources_freed(self) -> None:
-        """A request that runs ended, or went back to the queue."""
+        """Note that a running request ended, or was put back into the queue."""
         self._decoding = max(0, self._decoding - 1)
 
     @property
