@@ -76,7 +76,7 @@ class Split:
         return replace(self, spilled=0, parked=0)
 
     def bytes(self, cost: CostModel) -> int:
-        """Of both pools."""
+        """The bytes of both pools."""
         return self.kv_tokens * cost.kv_bytes_per_token + self.slots * cost.state_bytes
 
 

@@ -92,7 +92,7 @@ class TokenPlaces:
         return row, old, new, owners
 
     def _find(self, count: int) -> PlaceArray:
-        """So many free places, which are counted as taken from now on."""
+        """Find `count` free places, which are counted as taken from now on."""
         found = [np.empty(0, np.int64)]
         missing = count
         for row, taken in self._taken_in.items():

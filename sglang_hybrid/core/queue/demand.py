@@ -52,7 +52,7 @@ class DemandForNodes(Generic[Name]):
                 self.on_request_end(name)
 
     def forget_all(self) -> None:
-        """The tree was emptied."""
+        """Forget the nodes, after the tree was emptied."""
         self._held.clear()
 
     def _hold(self, name: Name, node: Node | None, points: int) -> None:

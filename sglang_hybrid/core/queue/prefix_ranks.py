@@ -108,7 +108,7 @@ class PrefixRanks:
         return _number(session) % len(self.loads)
 
     def _known(self, tenant: Hashable, blocks: Sequence[str]) -> list[int]:
-        """For each rank, how many tokens from the start of a prompt were sent there before."""
+        """The tokens from the start of a prompt that were sent to each rank before."""
         known = [len(blocks) * BLOCK] * len(self.loads)
         held = (1 << len(known)) - 1
         for number, block in enumerate(blocks):

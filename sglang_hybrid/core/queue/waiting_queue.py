@@ -140,7 +140,7 @@ class WaitingQueue(Generic[Name]):
             self._demand.on_request_end(name)
 
     def on_flush(self) -> None:
-        """The tree was emptied."""
+        """Forget the nodes of waiting requests, after the tree was emptied."""
         if self._demand is not None:
             self._demand.forget_all()
 

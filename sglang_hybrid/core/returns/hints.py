@@ -41,7 +41,7 @@ LEAST_SECONDS: Final = 0.125
 """Shorter waits until a session returns are taken to be so long."""
 
 MOST_SECONDS: Final = 604_800
-"""Until a session returns: a week."""
+"""The longest wait until a session returns: a week."""
 
 _TIMED: Final = re.compile(r"return *; *seconds *= *(?P<seconds>[0-9]+(\.[0-9]+)?)\Z")
 

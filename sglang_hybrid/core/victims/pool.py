@@ -347,4 +347,4 @@ class Pool:
 
 
 def _nothing_to_settle() -> None:
-    """For a pool that listens to no tree yet."""
+    """Do nothing: the callback of a pool that listens to no tree yet."""
