@@ -24,8 +24,8 @@ GPU_LINES: Final = {
     "sglang.srt.distributed.bootstrap": "init_cpu_threads_env and shared memory based AllReduce",
     "sglang.srt.model_executor.model_runner_components.cuda_graph_setup": "Disable prefill CUDA",
 }
-"""By the names of SGLang's loggers, how lines begin that say what only a GPU, or another engine for
-CPUs, has."""
+"""Beginnings of lines of the log, by SGLang's loggers, that are about a GPU, or another engine for
+CPUs."""
 
 
 def activate() -> None:

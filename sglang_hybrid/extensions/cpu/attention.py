@@ -214,7 +214,7 @@ class _Batch:
         return self._sequences[key]
 
     def _slots(self, *, encoder: bool, window_pool: bool) -> Sequence[Tensor]:
-        """Of each sequence. They are looked up together where names stand for them."""
+        """The slots of each sequence. If ids stand for slots, they are looked up all at once."""
         found = []
         for row, before, length in zip(self._rows, self._encoder, self._lengths, strict=True):
             begin, end = (0, before) if encoder else (before, before + length)

@@ -37,7 +37,7 @@ from sglang_hybrid.storage.store import Store
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.05
-"""Of the file system, left free."""
+"""Share of the file system that is left free."""
 
 
 class FileBackend(HiCacheStorage):
@@ -254,7 +254,7 @@ _SHAPE = (
     *("temporal_dtype", "temporal_state_shape", "conv_state_shapes"),
 )
 _LAYERS = ("start_layer", "end_layer")
-"""Of a stage. Where there is one, it has all layers, and SGLang's unified pool ends elsewhere."""
+"""Layers of a stage, of several ones: one has all, and SGLang's unified pool names another end."""
 
 
 def _pool_facts(pool: Any, stages: int) -> dict[str, Any]:

@@ -79,11 +79,11 @@ class Learning:
         self._uncollected: Iterator[tuple[str, LearntAnswers]] | None = None
 
     def on_request_end(self) -> None:
-        """A request ended."""
+        """Count a request that ended."""
         self.ended += 1
 
     def poll(self) -> list[LearntBefore]:
-        """On the rank that receives requests, at every step: what all ranks begin with, once."""
+        """The message with what was learnt before, once, for all ranks; later saves are begun."""
         if not self._read:
             self._read = True
             return self._restored()
@@ -98,13 +98,13 @@ class Learning:
         return [(LearntBefore, self.restore)]
 
     def restore(self, before: LearntBefore) -> None:
-        """On every rank, at the same step."""
+        """Restore what an earlier server learnt; called on every rank, at the same step."""
         learnt, self.counts.unreadable = unpack(before.content)
         if self._history.restore(learnt, TenantNames(before.key).name):
             self.counts.restored = len(learnt.answers)
 
     def as_dict(self) -> dict[str, int]:
-        """For /server_info."""
+        """The values for /server_info."""
         return asdict(self.counts)
 
     def _folder(self) -> RankFolder | None:

@@ -244,7 +244,7 @@ class ObjectStore:
         self.folder.close()
 
     def info(self) -> dict[str, Any]:
-        """For /server_info; counts over all tenants. The scheduler asks: it waits for nobody."""
+        """Counts over all tenants, for /server_info. The scheduler calls it; it never waits."""
         return {
             "bytes": self.used_bytes,
             "budget": self.budget,

@@ -252,7 +252,7 @@ async def what_if(request: Request) -> Response:
 
 
 async def _tokens(request: Request, question: PageQuestion) -> list[int]:
-    """Of a text or of messages, as this server's routes make them."""
+    """The tokens of a text or of messages, as this server's routes make them."""
     from sglang.srt.entrypoints.openai.protocol import TokenizeRequest
 
     if question.text is None and question.messages is None:

@@ -49,7 +49,7 @@ class TooManyWatchers(Exception):
 
 @dataclass
 class RankSnapshot:
-    """Of one rank's cache: rows of its nodes by id, and the latest counts and events."""
+    """The cache of one rank: rows of its nodes by id, and the latest counts and events."""
 
     nodes: dict[int, list[Any]] = field(default_factory=dict)
     counts: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=SAMPLES))

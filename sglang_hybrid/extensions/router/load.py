@@ -120,7 +120,7 @@ class ReplicaLoad:
         return self.prefill_tokens_per_second or ASSUMED_RATE
 
     def prefill_seconds(self, tokens: float) -> float:
-        """Of so many tokens, alone."""
+        """The seconds of a prefill of so many tokens, alone."""
         return tokens / self.rate
 
     def is_doubtful_after(self, predicted: int, served: int) -> bool:

@@ -52,8 +52,8 @@ class Sequences:
 
     @staticmethod
     def of_rows(table: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Sequences:
-        """Of sequences that have one new token each, whose slots are the first ``lengths`` of these
-        ``rows`` of a table (int32, contiguous).
+        """Sequences that have one new token each, and whose slots are the first ``lengths`` of
+        these ``rows`` of a table (int32, contiguous).
         """
         size = table.stride(0) * table.element_size()
         addresses = table.data_ptr() + np.array(rows, np.int64) * size

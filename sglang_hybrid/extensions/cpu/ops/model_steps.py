@@ -68,7 +68,7 @@ class Description:
     def attention(
         self, place: LayerWiring, block: Any, rotary: Any = None, key_scale: float = 1.0
     ) -> None:
-        """For a ``block`` with `qkv_proj`, `attn` and `o_proj`."""
+        """Add the attention of a ``block`` with `qkv_proj`, `attn` and `o_proj`."""
         from sglang_hybrid.extensions.cpu.attention import HybridCpuAttnBackend, rule_of
 
         if not isinstance(self._full, HybridCpuAttnBackend):

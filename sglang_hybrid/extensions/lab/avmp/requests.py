@@ -100,7 +100,7 @@ class Workload:
     seed: int
 
     def requests(self, replicate: int) -> list[LiveRequest]:
-        """In order of arrival; the same for the same `replicate` (0, 1, ..)."""
+        """The requests in order of arrival; the same for the same `replicate` (0, 1, ..)."""
         rng = np.random.default_rng(self.seed + replicate)
         columns = (column.tolist() for column in self.draw(rng, self.count))
         return [LiveRequest(number, *row) for number, row in enumerate(zip(*columns, strict=True))]

@@ -26,8 +26,8 @@ class Steps:
 
 
 class Oracle:
-    """For each request of a trace, when each position on its path comes back. Read from the end of
-    the trace, so that the last request seen at a position is the next one to come.
+    """The next use of each position on the path of each request of a trace. The trace is read from
+    its end, so that the last request seen at a position is the next one to come.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:

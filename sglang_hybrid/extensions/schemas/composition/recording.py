@@ -37,7 +37,7 @@ KINDS: Final = {
     f"{_ATTENTION}.linear.gdn_backend:GDNAttnBackend": Kind(is_matrix=True),
     f"{_ATTENTION}.linear.kda_backend:KDAAttnBackend": Kind(is_matrix=True, window_axis=-2),
 }
-"""By SGLang's backend. What composing loses is measured of these only (docs/results/modular.md)."""
+"""Kinds by SGLang's backend: those whose loss was measured (docs/results/modular.md)."""
 
 
 def kind_of(backend: Any) -> Kind | None:

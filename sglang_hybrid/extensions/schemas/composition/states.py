@@ -39,7 +39,7 @@ payer whose transitions take most loses the one that it used longest ago."""
 
 @dataclass(frozen=True)
 class Transition:
-    """Of all recurrent layers, in their order, in host memory."""
+    """The transitions of all recurrent layers, in their order, in host memory."""
 
     kind: Kind
     layers: list[Tensor]
@@ -168,11 +168,11 @@ class SegmentStates:
             windows[:, target] = joined_windows(found, tokens, kind.window_axis)
 
     def forget_all(self) -> None:
-        """The tree was emptied."""
+        """Forget all transitions, after the tree was emptied."""
         self._kept = Latest(self.limit)
 
     def as_dict(self) -> dict[str, int]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {"kept": len(self._kept), "bytes": self._kept.nbytes, "limit": self.limit}
 
     def _state(self, node_id: int) -> Tensor | None:

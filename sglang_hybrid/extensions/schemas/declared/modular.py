@@ -49,12 +49,12 @@ class ModularPrompt:
 
     @property
     def last_position(self) -> int:
-        """Of the prompt's last token."""
+        """The position of the prompt's last token."""
         return self.position + len(self.new) - 1
 
     @property
     def digest(self) -> str:
-        """Of where everything stands: equal tokens at other positions have other keys."""
+        """A digest of all positions, so that equal tokens at other positions have other keys."""
         places = ",".join(f"{one.start}:{len(one.ids)}" for one in self.segments)
         return blake2b(f"{places},{self.position}".encode(), digest_size=12).hexdigest()
 
@@ -167,7 +167,7 @@ def prepared_segments(layout: Layout) -> list[Segment]:
 def _ending_in_new(
     segments: tuple[Segment, ...], new: tuple[int, ...], position: int
 ) -> ModularPrompt:
-    """At least one token is new, for the next one is read from its output."""
+    """The prompt with at least one new token, since the next one is read from its output."""
     if new or not segments:
         return ModularPrompt(segments, new, position)
     *rest, last = segments

@@ -31,7 +31,7 @@ KEY_DIM = 64
 QUERY_LATENT = 64
 STREAMS = 4
 LIMIT = 10.0
-"""Of what a SwiGLU layer multiplies: the only one for which SGLang has a kernel of experts."""
+"""Limit of the factors of a SwiGLU layer, the only one for which SGLang has a kernel of experts."""
 LOUD = 5.0
 """Size of what is limited, so that one value in twenty is."""
 

@@ -19,10 +19,10 @@ MLP = 384
 HEADS = 4
 KEY_DIM = 32
 SHARED_KEY_DIM = 32
-"""Of the part of a key that all heads share; other models turn it by its position."""
+"""Size of the part of a key that all heads share; other models turn it by its position."""
 VALUE_DIM = 32
 LATENT = 256
-"""With the shared part one of the two sizes that SGLang's Triton kernel decodes with."""
+"""Latent size; with the shared part one of the two that SGLang's Triton kernel decodes with."""
 LINEAR_HEADS = 4
 LINEAR_HEAD_DIM = 32
 TAPS = 4

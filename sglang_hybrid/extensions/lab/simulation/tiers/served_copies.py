@@ -71,7 +71,7 @@ class ServedCopies:
     # To the host, and from there to the disk.
 
     def before_eviction(self, pool: TierPool, node: Node, unit: Unit) -> None:
-        """Of what the device evicts, the host may get a copy first."""
+        """Copy an entry to the host before it is evicted, with write_back or if its KV is there."""
         if pool.tier is not Tier.DEVICE:
             return
         if copies_of(node).has_kv(Tier.HOST) or self.below.write_back:
@@ -125,8 +125,8 @@ class ServedCopies:
         return self._copy_down(node) if self.judge.accepts(node) else []
 
     def _copy_down(self, node: Node) -> list[Node]:
-        """From the first KV that the host lacks, as far as room can be made. What that continues
-        stays on the host meanwhile. Returns the nodes that were copied.
+        """Copy the path to `node` from the first KV that the host lacks, as far as there is room.
+        The node before it stays on the host meanwhile. Returns the nodes that were copied.
         """
         memory, path = self.memory, path_to(node)
         first = next((i for i, n in enumerate(path) if not copies_of(n).has_kv(Tier.HOST)), -1)

@@ -43,7 +43,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MOST_MESSAGES: Final = 1_000
-"""Of one conversation: each answer's prompt has all messages before it."""
+"""Messages of one conversation, at most: each answer's prompt has all messages before it."""
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
 

@@ -43,7 +43,7 @@ def stitched(requests: Sequence[Request], block: int = 512) -> list[Request]:
 
 
 def _digests(request: Request, block: int) -> Iterator[bytes]:
-    """Of each prefix of full blocks of the prompt."""
+    """The digest of each prefix of full blocks of the prompt."""
     running = blake2b(digest_size=16)
     for end in range(block, request.input_len + 1, block):
         running.update(request.tokens[end - block : end].tobytes())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.extensions.lab.simulation.traces.generators import Traffic
 
 SECONDS_PER_TOKEN: Final = 0.02
-"""Of an answer."""
+"""Time of a token of an answer."""
 
 CALL_TOKENS: Final = 8
 """Tokens of a tool's name in an answer, and of what ends an answer."""

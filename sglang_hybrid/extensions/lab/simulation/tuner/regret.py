@@ -31,7 +31,7 @@ class Regrets(Generic[Candidate]):
 
     @property
     def shares(self) -> dict[Candidate, float]:
-        """By candidate, the share of the best candidate's hit tokens that it missed."""
+        """The share of the best candidate's hit tokens that each candidate missed."""
         best = max(1.0, self._tokens.max(initial=0))
         return dict(zip(self._candidates, ((best - self._tokens) / best).tolist(), strict=True))
 

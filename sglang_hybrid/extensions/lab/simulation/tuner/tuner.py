@@ -38,7 +38,7 @@ from sglang_hybrid.extensions.lab.simulation.workers import Limits
 logger = logging.getLogger(__name__)
 
 MOST_DOUBLINGS = 10
-"""Of the time between two searches that fail."""
+"""Doublings of the time between two searches that fail, at most."""
 
 Search = Callable[[RequestWindow, Sequence[Spec], Limits], TokensFound]
 
@@ -200,7 +200,7 @@ class Tuner:
         return self._seen_hits / self._seen_tokens if self._seen_tokens else 0.0
 
     def info(self) -> dict[str, Any]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {
             "window": self._window,
             "recorded": len(self._recorder),
@@ -279,7 +279,7 @@ class Tuner:
         self._thread.start()
 
     def _run(self, records: list[Finished], counted: int, tiers: ServedTiers | None) -> None:
-        """In the search's own thread. Whatever goes wrong there, the server goes on."""
+        """Search, in a thread of its own. Whatever goes wrong there, the server goes on."""
         try:
             window = make_window(
                 records,
