@@ -55,5 +55,5 @@ class TierStats:
             self.expected_seconds += link.seconds(ack.num_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {**vars(self), "written_bytes": self.written_bytes}
