@@ -429,8 +429,8 @@ def _kernels_that_leave_states(server_args: ServerArgs) -> None:
 
 
 def _no_graph_over_mixers(server_args: ServerArgs) -> None:
-    """No CUDA graph of prefills where recurrent layers would be captured with the rest: a replay
-    repeats what they did at the capture, and leaves no states.
+    """Turn CUDA graphs of prefills off where they would capture recurrent layers with the rest: a
+    replay repeats what these did at the capture, and leaves no states.
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 

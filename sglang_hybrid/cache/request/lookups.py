@@ -182,7 +182,7 @@ class LookUps:
         return 0 if req.skip_radix_cache_insert else asked.length
 
     def _not_composed(self, req: Req) -> Mapping[str, Any]:
-        """Why segments were not put together, as far as their client's server can do something."""
+        """The reasons why segments were not composed, for the HTTP server of their client."""
         known = self._cache.composition(req)
         if known is None:
             return {}

@@ -165,7 +165,7 @@ class HybridTreeCore(MarkedTreeCore):
     def _insert_leaf(
         self, parent: UnifiedTreeNode, depth: int, key: Any, value: Any, params: InsertParams
     ) -> InsertStepResult:
-        """Nothing of the key is there, as is usual below what a request holds: one step does it."""
+        """Insert a leaf in one step: no token of `key` is stored, as is usual below a held path."""
         priority, session = params.priority or 0, params.session_id
         leaf = self._add_new_node(parent, key, value, priority, session)
         result = InsertResult(prefix_len=depth, last_device_node=leaf.id)

@@ -61,7 +61,7 @@ class TokenPlaces:
         return places
 
     def give_back(self, places: PlaceArray) -> None:
-        """Nobody has these places any more."""
+        """Free these places."""
         self._owners[places] = FREE
         self.taken -= len(places)
         rows, counts = np.unique(places // self.width, return_counts=True)

@@ -178,7 +178,7 @@ class LoadsAhead(Generic[Name]):
             self.counts.loaded_bytes += load.size
 
     def on_all_arrived(self) -> None:
-        """No load is under way any more."""
+        """Note that all loads have arrived."""
         for name in self._loads:
             self.on_arrival(name)
 

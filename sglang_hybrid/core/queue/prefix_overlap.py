@@ -49,7 +49,7 @@ class PrefixOverlap:
         self._sorted.setdefault(tenant, SortedKeys()).add(name, key)
 
     def remove(self, name: Hashable) -> None:
-        """It does not wait any more. Raises KeyError if it never did."""
+        """Remove a prompt that does not wait any more. Raises KeyError if it never did."""
         tenant, _ = self._prompts.pop(name)
         self._sorted[tenant].remove(name)
         if not self._sorted[tenant].keys:
@@ -108,7 +108,7 @@ class SortedKeys:
         return max((common_prefix(key, other) for other in beside), default=0)
 
     def remove(self, name: Hashable) -> None:
-        """It must be there."""
+        """Remove the key of `name`, which must be there."""
         at = self.names.index(name)
         del self.keys[at], self.names[at]
         beside = self.common[max(at - 1, 0) : at + 1]

@@ -14,7 +14,7 @@ from typing import Final
 from sglang_hybrid.core.records.changing_queue import ChangingQueue
 
 NOBODY: Final = object()
-"""No payer; None may be one."""
+"""Stands for no payer; None may be a payer."""
 
 
 def payer_of(tenant: Hashable) -> Hashable:

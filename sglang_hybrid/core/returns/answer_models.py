@@ -15,9 +15,9 @@ LEAST_BYTES: Final = 32 << 10
 """The least bytes of a model that has learnt something: below that it forgets nothing more."""
 
 ADMITTED: Final = 64
-"""When all models are as small as LEAST_BYTES, one in so many new tenants takes the place of the
-tenant that was absent longest. If all did, more tenants in rotation than there is room for would
-leave each other nothing.
+"""New tenants of which one takes the place of the tenant that was absent longest, when all models
+are as small as LEAST_BYTES. If all did, more tenants in rotation than there is room for would leave
+each other nothing.
 """
 
 

@@ -48,10 +48,10 @@ GAIN, EVIDENCE = 0.05, 6.0
 """Nats per label, and in all, by which predictions must have been better than the share of returns.
 """
 MEMORY = 256
-"""Labels over which that is judged: the weight of one is halved after so many others."""
+"""Labels over which that is judged: after so many others the weight of one is halved."""
 THRESHOLDS = (0.2, 0.8)
 EXPECTATIONS = 2 + len(THRESHOLDS)
-"""Nothing is expected of a return, or how likely one is."""
+"""Buckets by what is expected: nothing, or one of the likelihoods of a return."""
 WAITS = (8.0, 64.0)
 """Seconds by which likely returns are told apart where a client's hint said when."""
 BUCKETS = EXPECTATIONS + 1 + len(WAITS)

@@ -55,7 +55,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """Nothing is compiled: torch's default backend needs a C++ compiler on the machine."""
+        """A backend that compiles nothing: torch's default needs a C++ compiler on the machine."""
         return "eager"
 
     def support_mamba_cache_extra_buffer(self) -> bool:
@@ -173,7 +173,7 @@ def _teach_torch_to_live_without_cuda() -> None:
         return tensor
 
     def synchronize(device: object = None) -> None:
-        """Nothing runs beside the caller."""
+        """Do nothing: no work runs beside the caller."""
 
     torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
     torch.cuda.synchronize = synchronize

@@ -159,7 +159,7 @@ class SharedStore:
         return self.contains(kind, keys)
 
     def clear(self) -> None:
-        """Nothing: the objects are those of other servers, too."""
+        """Do nothing: the objects are those of other servers, too."""
 
     def turn_off(self, why: str) -> None:
         if self.in_use:
@@ -291,7 +291,7 @@ def _join(master: str, settings: Mapping[str, Any]) -> Joined:
 
 
 def _address_towards(master: str) -> str:
-    """This machine's address in the network of the master."""
+    """The address of this machine in the network of the master."""
     host, _, port = master.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

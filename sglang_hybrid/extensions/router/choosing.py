@@ -235,7 +235,7 @@ class Replicas:
         http.close()
 
     def _note(self, at: str, why: str) -> None:
-        """Why the server or name is not followed."""
+        """Note the reason why the server or name is not followed."""
         with self._changing:
             if at in self.errors or at in self._resolved:
                 self.errors = self.errors | {at: why}

@@ -38,7 +38,7 @@ class LiveRequest:
         return pages_of(self.prompt + self.answer)
 
     def page_ticks(self) -> Iterator[int]:
-        """When it needs a further page in every layer."""
+        """Ticks at which the request needs a further page in every layer."""
         counts = (pages_of(self.prompt + step) for step in range(self.answer + 1))
         for step, (before, after) in enumerate(pairwise(counts), start=1):
             if after > before:

@@ -216,13 +216,13 @@ class Simulator:
             self._lock(ticket, None)
 
     def _own_rest(self, ticket: Ticket) -> None:
-        """After a prefill: what of the prompt is not cached by now stays the request's own."""
+        """Count the part of a prompt that is not cached after its prefill as the request's own."""
         if self.running_states is not None:
             cached = 0 if ticket.locked_node is None else ticket.locked_node.depth
             self._own(ticket, max(0, ticket.request.input_len - cached), ticket.own_states)
 
     def _own(self, ticket: Ticket, kv: int, states: int) -> None:
-        """`ticket` takes so much of the budget from now on, instead of what it took."""
+        """Count so much of the budget for `ticket` from now on, instead of what it took."""
         self.memory.kv_in_use += kv - ticket.own_kv
         self.memory.slots_in_use += states - ticket.own_states
         ticket.own_kv, ticket.own_states = kv, states

@@ -1,4 +1,4 @@
-"""When a replayed server copies to its host, writes to its disk and reads from there: as
+"""Copies to the host, writes to the disk and reads from there in a replayed server: as
 `HybridRadixCache` does it with HiCache, by the same judgement of `core.tiers.writes`.
 """
 

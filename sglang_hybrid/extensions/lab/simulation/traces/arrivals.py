@@ -1,4 +1,4 @@
-"""When requests arrive and how long they are, drawn from distributions or from Azure's traces."""
+"""Arrivals and lengths of requests, drawn from distributions or from Azure's traces."""
 
 from __future__ import annotations
 

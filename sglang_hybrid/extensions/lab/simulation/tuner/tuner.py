@@ -45,7 +45,7 @@ Search = Callable[[RequestWindow, Sequence[Spec], Limits], TokensFound]
 
 @dataclass(frozen=True)
 class Rules:
-    """When and how the tuner searches.
+    """The rules of the tuner's searches.
 
     window: requests before the first search, 0 for `bootstrap` times those that ended before the
     first eviction (the paper's section 4.2), within `least` and `most`. Every search that changes
@@ -231,7 +231,7 @@ class Tuner:
             self._seen_tokens -= tokens
 
     def _reason(self) -> str:
-        """Why a search is due now; empty if none is."""
+        """The reason why a search is due now; empty if none is."""
         if not self._window or self.searching or self._offer is not None:
             return ""
         if self._ended < self._rests_until:
@@ -359,7 +359,7 @@ class Tuner:
             )
 
     def _watch(self, hits: Mapping[Spec, int]) -> None:
-        """After a switch: offer the policy that was left, if it would have hit as many tokens as
+        """Offer the policy that the last switch replaced, if it would have hit as many tokens as
         the one in force.
         """
         left = self._left
