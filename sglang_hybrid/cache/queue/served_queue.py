@@ -83,7 +83,7 @@ class ServedQueue:
             self.clock.arrival(req)
         self._waiting.arrange(queue, self.clock.now)
         self.stats.front = len(self._waiting.front)
-        self._arranged = self._as_it_is(queue)
+        self._arranged = self._queue_snapshot(queue)
 
     def can_run(self, req: Req) -> bool:
         """True if `req` overtakes no request that may be overtaken no more."""
@@ -130,7 +130,7 @@ class ServedQueue:
         """The scheduler begins another step, in which it may not look at `queue` at all."""
         if self.loads is None:
             return
-        if queue and self._as_it_is(queue) != self._arranged:
+        if queue and self._queue_snapshot(queue) != self._arranged:
             self.arrange(queue)
         self.loads.step(self._waiting.front, self.clock.now)
 
@@ -155,8 +155,8 @@ class ServedQueue:
             **self.stats.as_dict(),
         }
 
-    def _as_it_is(self, queue: list[Req]) -> tuple[Any, ...]:
-        """Equal values at two times mean: no request came or left, and the clock stood still."""
+    def _queue_snapshot(self, queue: list[Req]) -> tuple[Any, ...]:
+        """A value that is equal while no request comes or leaves and the clock stands still."""
         return (self.clock.now, len(queue), *(req.rid for req in queue[-1:]))
 
     # Look-ups of requests

@@ -90,7 +90,7 @@ class ModularPrompts:
         if known is None or (known.composed and not self._stored(params.key, asked.length)):
             known = self._known[req] = self._compose(req, params.key, asked)
         whole = bool(asked.segments) and not known.composed
-        self._say_where(req, asked, whole=whole)
+        self._set_placement(req, asked, whole=whole)
         # The transition of a segment is that of all its tokens, so all are computed.
         alone = not asked.segments and with_states and not self._why_never()
         if not whole and not alone:
@@ -110,7 +110,7 @@ class ModularPrompts:
                 continue
             if req.prefix_len < asked.length:
                 self._known[req] = Composition()
-                self._say_where(req, asked, whole=True)
+                self._set_placement(req, asked, whole=True)
                 self._cache.plans.drop(req)
 
     def record(self, batch: ScheduleBatch) -> None:
@@ -261,8 +261,8 @@ class ModularPrompts:
             self._states = extension("schemas.composition.states").SegmentStates(self._cache)
         return self._states.why_not
 
-    def _say_where(self, req: Req, asked: Imported, *, whole: bool) -> None:
-        """Put into `req` where its tokens stand, and whether it stays out of the tree."""
+    def _set_placement(self, req: Req, asked: Imported, *, whole: bool) -> None:
+        """Set the offset of the positions of `req`, and whether it stays out of the tree."""
         req.position_offset = 0 if whole else asked.position - asked.length
         if whole:
             req.skip_radix_cache_insert = True

@@ -84,7 +84,7 @@ class PoolStateSlots:
         """A slot [1] for `request`, pushing out the cheapest victim if none is free; None if
         nothing may go.
         """
-        if not self._leaves_enough():
+        if not self._leaves_room_to_decode():
             return None
         if free_slots(self._allocator) == 0:
             with self._decision_log.making_room_for(request):
@@ -99,7 +99,7 @@ class PoolStateSlots:
             self._cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
         return free_slots(self._allocator) > 0
 
-    def _leaves_enough(self) -> bool:
+    def _leaves_room_to_decode(self) -> bool:
         """True if running requests could still decode, and an unfinished prefill end: a state under
         way cannot be evicted before it is in the tree, nor then, while that prefill goes on from
         it; and with the overlap scheduler steps are prepared until then.

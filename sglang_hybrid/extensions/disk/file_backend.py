@@ -160,7 +160,7 @@ class FileBackend(HiCacheStorage):
             if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
                 lengths = set(range(1, _leading(there) + 1))
             elif transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
-                lengths = _lengths_with_a_tail(there, len(transfer.keys or ()) or 1)
+                lengths = _lengths_with_full_tail(there, len(transfer.keys or ()) or 1)
             else:  # SGLang's own file backend refuses these pools as well
                 raise ValueError(f"The disk tier has no pools with hits by {transfer.hit_policy}.")
             if lengths:
@@ -287,7 +287,7 @@ def _leading(there: Sequence[bool]) -> int:
     return next((number for number, one in enumerate(there) if not one), len(there))
 
 
-def _lengths_with_a_tail(there: Sequence[bool], tail: int) -> set[int]:
+def _lengths_with_full_tail(there: Sequence[bool], tail: int) -> set[int]:
     """Lengths whose last `tail` pages are all there (fewer where the prompt has fewer)."""
     found, run = set(), 0
     for length, one in enumerate(there, start=1):

@@ -105,8 +105,8 @@ def _watch(manager: TokenizerManager) -> Watch:
 
 
 @lru_cache(maxsize=1)
-def _write_no_log() -> None:
-    """Leaves what a page asks by itself out of the log of requests: it would be most of it."""
+def _filter_access_log() -> None:
+    """Leave requests that a page sends by itself out of the access log: they would fill it."""
     quiet = tuple(f"{router.prefix}/{name}" for name in ("static", "nodes", "changes", "what_if"))
 
     def is_written(record: logging.LogRecord) -> bool:
@@ -120,7 +120,7 @@ def _write_no_log() -> None:
 @router.get("/")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def page() -> Response:
-    _write_no_log()
+    _filter_access_log()
     return FileResponse(FILES / "index.html")
 
 

@@ -136,7 +136,7 @@ class Watch:
         """
         try:
             while self._watchers:
-                await self._ask_until_nobody_watches()
+                await self._poll_while_watched()
                 leave = WatchReq(reader=self._name, leave=True)
                 await ask_ranks(self._manager, leave, WatchReqOutput)
         except Exception:
@@ -148,7 +148,7 @@ class Watch:
                 copy.nodes.clear()
             self._task = None
 
-    async def _ask_until_nobody_watches(self) -> None:
+    async def _poll_while_watched(self) -> None:
         while self._watchers:
             begin = time.monotonic()
             answers = await ask_ranks(self._manager, WatchReq(reader=self._name), WatchReqOutput)

@@ -302,7 +302,7 @@ class TensorRtLlm(Simulator):
         self._own(ticket, 0, ticket.own_states)
         prompt = request.tokens[: request.input_len]
         path = self._publish(ticket, prompt, {len(prompt): None, **ticket.ends})
-        self._own_rest(ticket)
+        self._own_uncached_prompt(ticket)
         left = [node for node in path if node.depth in ticket.ends and node.has_state]
         turns = self._kept.setdefault((request.tenant, request.session), deque())
         turns.append(left)

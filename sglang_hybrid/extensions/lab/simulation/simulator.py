@@ -191,7 +191,7 @@ class Simulator:
             self._own(ticket, 0, ticket.own_states)  # what it computed becomes the cache's
             prompt = request.tokens[: request.input_len]
             self._publish(ticket, prompt, {**ticket.ends, len(prompt): None})
-            self._own_rest(ticket)
+            self._own_uncached_prompt(ticket)
 
     def finish(self, ticket: Ticket) -> None:
         """Publish the answer and the tail."""
@@ -215,7 +215,7 @@ class Simulator:
             ticket.apart = True
             self._lock(ticket, None)
 
-    def _own_rest(self, ticket: Ticket) -> None:
+    def _own_uncached_prompt(self, ticket: Ticket) -> None:
         """Count the part of a prompt that is not cached after its prefill as the request's own."""
         if self.running_states is not None:
             cached = 0 if ticket.locked_node is None else ticket.locked_node.depth
