@@ -12,7 +12,7 @@ Handlers: TypeAlias = list[tuple[type, Callable[[Any], None]]]
 
 
 class Source(Protocol):
-    """Something that has to tell all ranks."""
+    """A source of messages to all ranks."""
 
     def poll(self) -> Iterable[Any]:
         """The new messages, asked on the rank that receives requests, at every step."""

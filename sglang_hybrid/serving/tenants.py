@@ -42,7 +42,7 @@ class NamedTenant(NamedTuple):
 
 
 Tenant: TypeAlias = NamedTenant | None
-"""None where there is neither a key nor a salt."""
+"""The tenant of a request; None if it has neither a key nor a salt."""
 
 FIELDS = ("extra_key", "cache_salt")
 """The fields in which a request names its tenant, beside its adapter."""

@@ -36,7 +36,7 @@ that.
 """
 
 FADE: Final = 0.9
-"""Per step: what remains of the longest one before it."""
+"""Factor per step by which the longest step so far counts less."""
 
 FIRST_TOKENS: Final = 64
 """The first tokens of a prompt: requests that begin alike (a schema, a system prompt) are answered

@@ -90,7 +90,7 @@ class ServedQueue:
         return self._waiting.can_run(req)
 
     def on_start(self, req: Req) -> None:
-        """`req` is in a batch now."""
+        """Called when `req` has joined a batch."""
         waiting = self._waiting.on_start(req)
         if self.loads is not None:
             self.loads.on_start(req, self.clock.now - self._arrived(req))

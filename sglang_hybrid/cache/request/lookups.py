@@ -138,7 +138,7 @@ class LookUps:
         _send(req, report)
 
     def on_full_hit(self, req: Req) -> None:
-        """`req` is about to join a batch that needs no forward."""
+        """Called when `req` is about to join a batch that needs no forward."""
         report = self._reports.get(req)
         if report is not None:
             report.full_hit = True

@@ -74,13 +74,13 @@ class Publication:
         return self.carried.position
 
     def inserted(self, result: InsertResult) -> None:
-        """SGLang's insertion is over."""
+        """Called after SGLang's insertion."""
         if self.carried is not None:
             self._give_back_if_duplicate(self.carried, result)
             self.carried = None
 
     def committed(self) -> Kind:
-        """The tree has taken the state of the insertion under way; returns its kind."""
+        """Called when the tree has taken the state of the insertion; returns the state's kind."""
         self.published.append(self.inserting)
         return self.inserting[1]
 

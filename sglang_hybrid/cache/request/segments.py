@@ -121,7 +121,7 @@ class ModularPrompts:
             self._states.record(batch)
 
     def on_request_end(self, req: Req) -> None:
-        """`req` ended, and what it computed is in the tree."""
+        """Called when `req` has ended, and what it computed is in the tree."""
         if self._states is None:
             return
         asked = fields_of(req).imported

@@ -306,7 +306,7 @@ class ParkedKv:
     # What happens to KV otherwise.
 
     def on_add(self, node: UnifiedTreeNode) -> None:
-        """`node` is in the tree now, with KV in the pool."""
+        """Called when `node` has come into the tree, with KV in the pool."""
         self._order[node.id] = None
 
     def split(self, head: UnifiedTreeNode, tail: UnifiedTreeNode) -> None:

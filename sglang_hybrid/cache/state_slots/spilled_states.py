@@ -171,7 +171,7 @@ class SpilledStates:
     # What happens to states otherwise.
 
     def on_state_gain(self, node: UnifiedTreeNode) -> None:
-        """`node` has a state now, in a slot."""
+        """Called when `node` has got a state, in a slot."""
         if not node.component_data[STATE].lock_ref:
             self._movable[node.id] = None
 

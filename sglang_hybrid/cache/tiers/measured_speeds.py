@@ -71,11 +71,11 @@ class MeasuredSpeeds:
         return self._forwards.begin(float(flops), scheduler)
 
     def on_launch(self, forward: TimedForward) -> None:
-        """All of `forward` has been given to the device."""
+        """Called when all of `forward` has been given to the device."""
         self._forwards.on_launch(forward)
 
     def on_load(self, ack: Any) -> None:
-        """SGLang acknowledges a load from the host (`HiCacheAck`)."""
+        """Called when SGLang acknowledges a load from the host (`HiCacheAck`)."""
         _observe(self.rates.observe_load, ack)
 
     def on_write(self, ack: Any) -> None:

@@ -34,7 +34,7 @@ class TokenPlaces:
 
     @property
     def free(self) -> int:
-        """Places that nobody has."""
+        """Places that are free."""
         return self.rows * self.width - self.taken
 
     def add_row(self) -> int:
@@ -48,7 +48,7 @@ class TokenPlaces:
         return row
 
     def drop_empty_rows(self) -> list[int]:
-        """Drop the rows in which nobody has a place; returns their numbers."""
+        """Drop the rows in which all places are free; returns their numbers."""
         empty = [row for row, taken in self._taken_in.items() if not taken]
         for row in empty:
             self._drop(row)

@@ -41,7 +41,7 @@ class DemandForNodes(Generic[Name]):
         self._hold(name, node, RUNS)
 
     def on_request_end(self, name: Name) -> None:
-        """`name` has ended, was aborted, or is in the window no more."""
+        """Called when `name` has ended, was aborted, or is in the window no more."""
         self._hold(name, None, 0)
 
     def keep_waiting(self, names: Container[Name]) -> None:

@@ -93,7 +93,7 @@ class SortedKeys:
         self.common: list[int] = []
 
     def add(self, name: Hashable, key: bytes) -> None:
-        """One more; equal ones may be there."""
+        """Add a key; equal ones may be there."""
         at = bisect_left(self.keys, key)
         before, after = self.keys[max(at - 1, 0) : at], self.keys[at : at + 1]
         self.keys.insert(at, key)

@@ -130,7 +130,7 @@ class WaitingQueue(Generic[Name]):
         return own
 
     def on_abort(self, name: Name) -> None:
-        """`name` left the queue and will not run."""
+        """Called when `name` has left the queue and will not run."""
         self._leave(name)
         self.on_request_end(name)
 

@@ -140,7 +140,7 @@ class Pins:
             self._release(first, "expired")
 
     def on_loss(self, node: Node) -> None:
-        """`node` is about to lose its state, or to be removed from the tree."""
+        """Called when `node` is about to lose its state, or to be removed from the tree."""
         if node.pin is not None:
             self._release(node.pin, "evicted")
 

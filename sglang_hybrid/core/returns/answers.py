@@ -150,7 +150,7 @@ class LearntAnswers:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory that the answer takes."""
         parts = FEATURE_BYTES * len(self.features) + INTERVAL_BYTES * len(self.intervals)
         return LEARNT_BYTES + parts
 

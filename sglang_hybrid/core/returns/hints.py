@@ -38,7 +38,7 @@ MOST_POSITIONS: Final = 16
 """Positions that one request may declare. Each takes a state slot, if need be another state's."""
 
 LEAST_SECONDS: Final = 0.125
-"""Shorter waits until a session returns are taken to be so long."""
+"""The shortest wait until a session returns; shorter ones count as this."""
 
 MOST_SECONDS: Final = 604_800
 """The longest wait until a session returns: a week."""
@@ -70,7 +70,7 @@ class Hint:
 
     @classmethod
     def after(cls, seconds: float) -> Hint:
-        """Another request follows after so many seconds. Raises ValueError."""
+        """A hint that another request follows after so many seconds. Raises ValueError."""
         if not 0 < seconds <= MOST_SECONDS:
             raise ValueError(
                 f"a session returns after {shown(seconds)} seconds; say more than 0 and at most "

@@ -141,7 +141,7 @@ class Placement:
         return cost.bytes_in(tier, self.kv_tokens[tier], self.states[tier])
 
     def add_kv(self, node: Node, tier: Tier) -> None:
-        """`tier` has the KV of the edge to `node` now."""
+        """Note that `tier` has the KV of the edge to `node`."""
         if node.copies is None:
             node.copies = Copies()
         copies = copies_of(node)
@@ -163,7 +163,7 @@ class Placement:
             self._count(node, tier, -1)
 
     def add_state(self, node: Node, tier: Tier) -> None:
-        """`tier` has the state of `node` now."""
+        """Note that `tier` has the state of `node`."""
         copies = copies_of(node)
         if not copies.has_state(tier):
             copies.state |= 1 << tier
@@ -171,7 +171,7 @@ class Placement:
             self.tree.mark_dirty(node)
 
     def drop_state(self, node: Node, tier: Tier) -> None:
-        """`tier` has it no more. With its last copy that counts the tree's node loses its state."""
+        """Note that `tier` lost the state; without a copy that counts the node loses it, too."""
         copies = copies_of(node)
         if copies.has_state(tier):
             copies.state &= ~(1 << tier)

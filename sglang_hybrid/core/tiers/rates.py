@@ -116,7 +116,7 @@ class Speeds:
         host_write: Link | None = None,
         disk_write: Link | None = None,
     ) -> Speeds:
-        """Writes are as fast as loads where nothing else is said."""
+        """The speeds of tiers; writes that are not given are as fast as loads."""
         loads = (INSTANT, host, disk)
         return cls(prefill, loads, (INSTANT, host_write or host, disk_write or disk))
 

@@ -36,7 +36,7 @@ from sglang_hybrid.extensions.disk.uses_file import Uses, save_uses
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 60.0
-"""Between two attempts to write to a disk that is full or refuses."""
+"""Time between two attempts to write to a disk that is full or refuses."""
 
 _ROOM_AT_ONCE = 0.02
 """Share of the budget that is freed at once, so that a full folder is sorted rarely."""

@@ -33,7 +33,7 @@ _SETTINGS = (
 """Server arguments that change what KV and states of the same tokens are."""
 
 _FILES = ("quantization_param_path", "decrypted_config_file", "rl_quant_profile")
-"""Server arguments that name a file whose content does."""
+"""Server arguments that name a file whose content identifies the model."""
 
 _FROM_ELSEWHERE = ("remote_instance", "rdma", "private", "ipc_cache")
 """Load formats whose weights are not those of --model-path: another server's, say."""

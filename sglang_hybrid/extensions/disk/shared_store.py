@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 SUM_BYTES: Final = 16
 RETRY_SECONDS: Final = 10.0
-"""Between two questions to a master that cannot be reached."""
+"""Time between two questions to a master that cannot be reached."""
 
 START_SECONDS: Final = 30.0
-"""Between two attempts to join the store."""
+"""Time between two attempts to join the store."""
 
 AT_ONCE: Final = 64 << 20
 """Bytes that are written or read by one call of Mooncake's: its buffer's size."""

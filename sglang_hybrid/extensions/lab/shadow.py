@@ -52,7 +52,7 @@ late.
 """
 
 STEP_SECONDS: Final = 1.0
-"""Between two looks at the file."""
+"""Time between two looks at the file."""
 
 FORESEEING: Final = (*ORACLES, *BEST_OF)
 """Policies that need the whole trace before its first request."""

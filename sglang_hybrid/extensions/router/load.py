@@ -75,7 +75,7 @@ class ReplicaLoad:
         self._unanswered[number] = _Sent(tenant, prompt, left, now)
 
     def on_answer(self, number: int) -> None:
-        """Request `number` has its first token, or has ended without one."""
+        """Note that request `number` has its first token, or has ended without one."""
         self._unanswered.pop(number, None)
 
     def on_its_way(self, tenant: str, prompt: bytes) -> int:

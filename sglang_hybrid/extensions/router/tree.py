@@ -56,7 +56,7 @@ class ReplicaNode:
         self.inner &= others
 
     def remove(self, replica: int) -> None:
-        """Replica number `replica` holds nothing of these blocks any more."""
+        """Note that replica number `replica` holds nothing of these blocks any more."""
         self.kv &= ~bits_of(replica)
         self.remove_states(replica)
 

@@ -60,7 +60,7 @@ def _uniform_short(rng: np.random.Generator, n: int) -> tuple[Lengths, Lengths, 
 
 
 def _mixed_long(rng: np.random.Generator, n: int) -> tuple[Lengths, Lengths, Lengths]:
-    """One prompt in five is of a long document."""
+    """Lengths of which one prompt in five is of a long document."""
     long = rng.random(n) < 0.2
     short_prompts, long_prompts = rng.integers(512, 4_097, n), rng.integers(16_384, 65_537, n)
     prompts = np.where(long, long_prompts, short_prompts)

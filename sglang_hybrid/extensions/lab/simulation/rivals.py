@@ -182,7 +182,7 @@ class VllmCache:
         return over <= 0
 
     def _on_eviction(self, name: Hashable) -> None:
-        """`name` is about to leave."""
+        """Called when `name` is about to be evicted."""
 
 
 class LmCache(VllmCache):

@@ -13,7 +13,7 @@ from sglang_hybrid.extensions.cpu.models.weights import Weights
 
 LAYERS = 6
 ATTENTION_LAYERS = [3, 6]
-"""Counted from 1, as the config does."""
+"""Layers, counted from 1 as in the config."""
 HIDDEN = 128
 MLP = 384
 HEADS = 4

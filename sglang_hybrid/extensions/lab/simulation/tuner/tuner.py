@@ -180,7 +180,7 @@ class Tuner:
             self._thread.join()
 
     def on_adoption(self, switch: PolicySwitch) -> None:
-        """`switch` is in force."""
+        """Called when `switch` is in force."""
         back = switch.spec == self._left
         self.counts.taken_back += back
         self._left = None if back else self.current
