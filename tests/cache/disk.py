@@ -111,7 +111,7 @@ class DiskServer(TieredServer):
         self.cache.release_aborted_request(req.cache_request_handle)
 
     def settle(self) -> None:
-        """Until nothing is under way between any two tiers."""
+        """Wait until nothing is under way between any two tiers."""
         self._wait("still under way", self._under_way)
         self.poll()
 

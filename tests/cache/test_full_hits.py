@@ -108,8 +108,8 @@ def test_who_wants_more_is_computed(wish: dict[str, Any], hit: int) -> None:
 
 @pytest.mark.parametrize("log_probabilities", [False, True])
 def test_a_retracted_request_goes_on_behind_its_answer(log_probabilities: bool) -> None:
-    """Also one that wants log probabilities from its prompt's last token on, so that it may resume
-    there only: no kept state answers it, and it leaves none.
+    """A request that wants log probabilities from its prompt's last token on may resume there only:
+    no kept state answers it, and it leaves none.
     """
     it = server()
     asked_twice(it)

@@ -331,7 +331,7 @@ def test_prompts_that_will_come_are_known_before_they_wait() -> None:
 
 @pytest.mark.parametrize("late", [run(200, 2) + run(90, 3), run(40, 2) + run(90, 3)])
 def test_a_prompt_that_comes_between_chunks_branches_in_the_next_one(late: list[int]) -> None:
-    """Unless the branch is behind already."""
+    """A branch that was passed already is not taken."""
     here = Crowded("two pools", free=300)
     arrived = here.it.arrive(late)
     here.new_adder([arrived])

@@ -592,7 +592,7 @@ def test_metrics_have_the_labels_of_sglangs_own(rank: int | None) -> None:
 def test_the_slot_of_padding_is_no_requests(
     one_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one memory SGLang counts it among the state slots."""
+    """SGLang counts it among the state slots in one memory."""
     monkeypatch.setenv("SGLANG_HYBRID_SLOTS_PER_REQUEST", "9")
     server()
     memory, schedule = get_memory(), get_schedule()

@@ -78,7 +78,7 @@ def test_a_first_turn_misses_slots_for_its_states() -> None:
 
 
 def test_a_first_turn_that_is_aborted_leaves_nothing() -> None:
-    """With pages a short prompt has no state that the tree could name."""
+    """A short prompt has no state that the tree could name, if there are pages."""
     it = SessionServer.on(Sizes(states=20, page=16, extra_buffer=True, grid=16), options("reuse"))
     free = it.free()
     req = it.turn(session(), run(5))

@@ -99,7 +99,7 @@ FAST = Speeds.of(1e30, Link(1e12), Link(1e12))
 
 
 def set_speeds(cache: Any, speeds: Speeds) -> None:
-    """From now on ways are judged by these speeds, whatever is measured."""
+    """Judge ways by these speeds from now on, whatever is measured."""
     cache.speeds.speeds, cache.speeds.poll = speeds, lambda: []
 
 

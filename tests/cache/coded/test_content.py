@@ -161,7 +161,7 @@ def test_two_pools_say_that_they_lend_nothing(config: str) -> None:
 
 
 def test_a_wrong_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the test above."""
+    """The test above fails with it."""
     decode = Codec.decode
     monkeypatch.setattr(Codec, "decode", lambda *given: 1.1 * decode(*given))
     with coding(Codec.INT8):

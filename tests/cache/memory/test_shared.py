@@ -111,7 +111,7 @@ def test_pages_in_use_are_no_obstacle_to_states() -> None:
 
 
 def test_checkpoints_leave_room_for_the_next_steps() -> None:
-    """With steps in preparation, a state is not taken if running requests could not decode."""
+    """A state is not taken if running requests could not decode their next steps beside it."""
     sizes = Sizes(kv=100, states=3, rows=4, one_memory=True, state_tokens=10)
     cache: Any = build_cache(sizes, options("reuse"))
     server = Server(cache, sizes)

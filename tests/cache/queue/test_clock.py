@@ -99,7 +99,7 @@ def test_ticks_are_sent_often_only_while_somebody_waits_for_a_time() -> None:
 
 
 def test_seconds_pass_as_they_do() -> None:
-    """With ticks, with arrivals, and with both; whatever the host's own clock says."""
+    """The clock follows ticks, arrivals, or both, whatever the host's own clock says."""
     ranks = Ranks(waits=True)
     ranks.step()
     began = ranks.now
