@@ -27,7 +27,7 @@ from sglang_hybrid.serving.requests import encoded_pieces
 
 
 def position(tokenizer: Any, before: str, after: str, *, open_ended: bool = True) -> int | None:
-    """Of a block that ends between the two texts."""
+    """The position of a block that ends between the two texts."""
     place = BlockEnd([before + MARK + after], open_ended)
     (found,) = token_positions(
         tokenizer, {}, before + after, tokenizer(before + after)["input_ids"], [place]
@@ -48,7 +48,7 @@ def test_a_block_before_a_special_token_ends_with_its_last_token(tokenizer: Any)
 
 
 def test_a_word_that_may_go_on_is_left_out(tokenizer: Any) -> None:
-    """Behind `arch` may come `ive`: then its tokens would be others."""
+    """The word `arch` may go on as `archive`: then its tokens would be others."""
     before, after = "<|im_start|>user\nThe keeper of the arch", " of stone<|im_end|>"
     found = position(tokenizer, before, after)
     assert found is not None
