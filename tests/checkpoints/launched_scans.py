@@ -53,7 +53,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 HEADS, WIDTH, GROUPS, SIZE = (2, 16, 1, 16) if INTERPRETED else (4, 64, 2, 128)
 JET_SIZE = 96
-"""Of keys in Jet-Nemotron, whose blocks call the same scan: no power of two."""
+"""Size of keys in Jet-Nemotron, whose blocks call the same scan: no power of two."""
 CHUNK = 16 if INTERPRETED else 64
 CLOSE = 1e-4 if INTERPRETED else 5e-3
 """Largest error of a Mamba2 state; on a GPU the scan multiplies in tf32."""
