@@ -55,7 +55,7 @@ SIZED["Qwen3.8-Flash-Next"] = FLASH_NEXT
 
 
 def behind(link: Link, cost: CostModel) -> str:
-    """From how many tokens on a state and its KV are loaded sooner than computed, with what a GPU
+    """The least tokens whose state and KV are loaded sooner than computed, at the speeds that a GPU
     server assumes until it has measured.
     """
     tokens = 1
