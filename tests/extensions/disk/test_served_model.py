@@ -65,7 +65,7 @@ def test_each_setting_counts(identity: Identity, name: str, value: object) -> No
     "name", ["quantization_param_path", "decrypted_config_file", "rl_quant_profile"]
 )
 def test_the_content_of_each_file_counts(identity: Identity, tmp_path: Path, name: str) -> None:
-    """Not its path."""
+    """The path of a file does not count."""
     file, copy = tmp_path / "a.json", tmp_path / "b.json"
     file.write_text("{}")
     copy.write_text("{}")

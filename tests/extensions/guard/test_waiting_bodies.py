@@ -243,7 +243,7 @@ def test_whole_bodies_that_wait_for_their_turn_keep_others_waiting() -> None:
 
 
 def test_nothing_is_kept_of_a_client_that_has_left() -> None:
-    """Not even where an error keeps the request alive."""
+    """An error may keep the request alive."""
 
     async def story(bounds: BodyBounds) -> None:
         client = Client(bounds)

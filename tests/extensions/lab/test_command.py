@@ -280,7 +280,7 @@ def test_a_report_says_what_was_run(report: Path) -> None:
 
 @pytest.mark.slow
 def test_a_report_of_one_size_looks_at_others(trace: Path, tmp_path: Path) -> None:
-    """And replaces an earlier report, but nothing else."""
+    """It replaces an earlier report, but nothing else."""
     directory = tmp_path / "report"
     arguments = [str(trace), "--cache", "400MB", "--policy", "lru,reuse", "--instant"]
     directory.mkdir()

@@ -31,7 +31,7 @@ FILES = [
     "tokenizer_config.json",
 ]
 SEEN = ["preprocessor_config.json", "video_preprocessor_config.json"]
-"""Of a model that sees."""
+"""Files of a model that reads images."""
 
 
 def digests(directory: Path) -> dict[str, str]:
