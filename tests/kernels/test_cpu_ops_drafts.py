@@ -357,7 +357,7 @@ def test_mamba2_states_behind_drafts_are_those_of_their_paths(seed: int, tree: b
 
 
 def test_the_accepted_state_becomes_the_requests() -> None:
-    """And the one that is tracked goes to its slot; -1 is none."""
+    """The tracked state goes to its slot; -1 is none."""
     d = Draw(7)
     pool = SimpleNamespace(
         temporal=d.normal(2, 8, 4),
