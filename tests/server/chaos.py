@@ -146,7 +146,7 @@ class Chaos:
             await asyncio.sleep(0.2)
 
     async def _fill_disk(self) -> None:
-        """For the scheduler's files, by a limit; its log is smaller than the recording."""
+        """Limit the size of the scheduler's files; its log is smaller than the recording."""
         scheduler = self._scheduler()
         _, most = scheduler.rlimit(resource.RLIMIT_FSIZE)
         room = self._recording.stat().st_size + ROOM
@@ -159,7 +159,7 @@ class Chaos:
         self._note("disk filled")
 
     def _scheduler(self) -> psutil.Process:
-        """Not the tuner's worker, which has the scheduler's title until it has started."""
+        """The scheduler, not the tuner's worker, which has the same title until it has started."""
         first, *others = self.server.processes()
         (scheduler,) = [
             one

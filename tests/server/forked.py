@@ -116,7 +116,7 @@ forking = threading.Lock()
 
 
 def adopt_orphans(wanted: bool) -> None:
-    """From now on descendants whose parents end become this process's children, or do not."""
+    """Make descendants whose parents end children of this process from now on, or do not."""
     if ctypes.CDLL(None).prctl(CHILD_SUBREAPER, int(wanted), 0, 0, 0):
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
 

@@ -171,7 +171,7 @@ def test_samples_of_a_prompt_with_an_image_share_it(seeing: str) -> None:
 def test_another_image_of_as_many_tokens_is_another_prompt(
     seeing: str, one: Image.Image, other: Image.Image
 ) -> None:
-    """Also a plain image that is turned: SGLang's hash of it is the same."""
+    """A plain image that is turned counts, too: SGLang's hash of it is the same."""
     right = looked_cold(seeing, TEXT, [other])
     flush(seeing)
     look(seeing, TEXT, [one])

@@ -102,7 +102,7 @@ def expanded(model: Path, prompt: str) -> ModularPrompt:
 
 
 def masked_logprobs(model: Path, prompt: ModularPrompt, output: list[int]) -> list[float]:
-    """Of the output's tokens, where each segment's tokens attend to none but its own."""
+    """Log probabilities of the output, if each segment's tokens attend to its own tokens only."""
     ids = [*prompt.ids, *output]
     positions = [one.start + at for one in prompt.segments for at in range(len(one.ids))]
     taken = len(positions)

@@ -193,7 +193,7 @@ def test_sigterm_ends_a_fresh_server_without_a_word() -> None:
 
 @pytest.mark.slow
 def test_several_tokenizer_processes_end_quietly() -> None:
-    """By SGLang's own ways, which wait up to five seconds for a signal, and up to five more."""
+    """SGLang's own ways end them, which wait up to five seconds for a signal, and five more."""
     server = ServerProcess(["--tokenizer-worker-num", "2"])
     server.start()
     it = Ending(server)
