@@ -34,7 +34,7 @@ TOGETHER = {"tests/test_keys.py": "tests/entered.py", "tests/test_plugin.py": "t
 """Files that share what a module keeps, and the module."""
 
 FORKING = HERE / "forking"
-"""For PYTHONPATH: servers fork their processes (`sitecustomize.py` there)."""
+"""A folder for PYTHONPATH: servers fork their processes (`sitecustomize.py` there)."""
 
 ENDS_IT = "default_process_to_end"
 """The fixture of a test that ends the server which they share."""

@@ -58,7 +58,7 @@ PROGRAMS = tuple(
 
 
 def test_what_is_not_asked_for_is_not_loaded() -> None:
-    """In a new process as SGLang begins each one, with the plugin, and in a scheduler."""
+    """A new process is begun as by SGLang, with the plugin; then a scheduler is."""
     plugin, scheduler = imported(IMPORTS)
     without_cache = {
         "sglang_hybrid.cache.factory",
