@@ -2,7 +2,7 @@
 
 SGLang settles how states are kept before it knows the attention backend and the page size
 (arg_groups/pipeline.py:225, 242), which one slot for a running request depends on. So this is
-settled at its step `handle_mamba_backend` (251), when both are known. What somebody asked for by a
+settled at its step `handle_mamba_backend` (251), when both are known. A value that was given by a
 flag stays.
 """
 

@@ -330,8 +330,8 @@ def install() -> None:
 
     The finder of patched modules stands right in front of Python's own finder of files: whatever
     waits for a module to be imported (hooks and the CPU platform's bindings, through wrapt) must
-    come first, whenever it was installed. What is needed for a model, a flag or a convenience, and
-    does not fit, is left out (`lacking`), and so is what is not wanted (`unwanted`).
+    come first, whenever it was installed. Changes for a model, a flag or a convenience that do not
+    fit are left out (`lacking`), and so are those that are not wanted (`unwanted`).
     Raises `PatchError` if a module that needs a patch or a hook has been imported already.
     """
     if any(isinstance(finder, PatchFinder) for finder in sys.meta_path):

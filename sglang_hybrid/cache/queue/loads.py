@@ -113,8 +113,8 @@ class TimedLoads:
     # Called by the queue
 
     def on_start(self, req: Req, waited: float = 0.0) -> None:
-        """`req`, which waited for so many seconds, joined a batch. What it resumes from may be
-        loading still: the device waits for that (`HostTierCache.ready_to_load_host_cache`).
+        """Called when `req`, which waited for so many seconds, has joined a batch. Its load may be
+        under way still: the device waits for that (`HostTierCache.ready_to_load_host_cache`).
         """
         self.returns.forget(req.last_node)
         missing = self._cache.load_bytes(req)

@@ -3,7 +3,7 @@
 The other way round from `spilled_states.py`: a slot that no state needs is bytes, and KV that
 nobody holds can lie there, token by token. So slots are not lost to prompts. Before a request
 resumes behind such KV, it is brought back into the pool, in exchange for other KV that nobody holds
-where the pool is full. What is evicted is chosen among all.
+where the pool is full. Victims of eviction are chosen among all entries.
 
 In SGLang's tree such KV is on the device, and the value of its node has the tokens that are in the
 pool: those that the node begins with. The slots are counted here, and the cache adds them to what

@@ -1,8 +1,8 @@
 """States that lie in the place of KV, where the pool of states has no slot for them.
 
 Two pools cannot give each other memory. But a state is bytes, and KV is given out token by token:
-so a state that nobody holds can move to tokens of KV, and its slot is free. What is evicted is then
-chosen among KV and states together, as in one memory. A request that resumes from such a state
+so a state that nobody holds can move to tokens of KV, and its slot is free. Victims are then chosen
+among KV and states together, as in one memory. A request that resumes from such a state
 gets a copy in a slot of its own, as from any other; the state stays where it is.
 
 In SGLang's tree such a state is on the device and its value has no slots. Its tokens are counted

@@ -1,8 +1,8 @@
 """Chooses the data-parallel rank that a prompt is sent to: where least is left to do before its
 answer.
 
-Each rank has a cache of its own. What was sent to a rank is taken to be cached there, whatever the
-rank has evicted since; it is remembered for each tenant apart, in whole blocks of tokens.
+Each rank has a cache of its own. A prompt that was sent to a rank is taken to be cached there,
+whatever the rank has evicted since; it is remembered for each tenant apart, in whole blocks.
 
     left(rank) = tokens that wait there to be computed
                + REQUEST_TOKENS for each request there, waiting or running

@@ -12,8 +12,8 @@ reads by it, and traces have hints of sessions as their text (`Hint.parse`).
     hybrid.import      the prompt begins with modules of a schema (schemas/endpoints/actions.py)
     hybrid.segments    spans of the prompt are modules without a schema (schemas/endpoints/spans.py)
 
-A position counts tokens from the start of the prompt. What is wrong with a hint is a ValueError
-with one sentence that names the field, its value and what it may be.
+A position counts tokens from the start of the prompt. A wrong hint raises ValueError with one
+sentence that names the field, its value and what it may be.
 """
 
 from __future__ import annotations

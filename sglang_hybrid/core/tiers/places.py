@@ -97,7 +97,7 @@ def copies_of(node: Node) -> Copies:
 
 def was_refused(node: Node) -> bool:
     """True if a copy of `node` below the device was refused or evicted, and no request has resumed
-    from `node` since. What was worth more than that copy then is worth more now.
+    from `node` since. Entries that were worth more than that copy then are worth more now.
     """
     return copies_of(node).refused == node.last_used
 

@@ -155,8 +155,8 @@ class LineEstimate:
         return self.base + size / self.rate
 
     def observe(self, size: float, seconds: float) -> bool:
-        """`size` FLOPs or bytes took so long. Returns whether the line was fitted anew. What took
-        no time, or had no size, says nothing.
+        """Note the seconds that `size` FLOPs or bytes took. Returns whether the line was fitted
+        anew. A measurement without time or size is ignored.
         """
         if size <= 0 or seconds <= 0:
             return False

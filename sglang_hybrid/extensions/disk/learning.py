@@ -2,7 +2,7 @@
 
 The rank that receives requests reads the file when it starts and sends its content to all ranks
 with the requests of a step, so that all begin with the same. It alone writes the file: while
-requests end once a minute, and some seconds after the last one. What it writes is collected a few
+requests end once a minute, and some seconds after the last one. Its content is collected a few
 tenants at a step, and written in the background.
 """
 

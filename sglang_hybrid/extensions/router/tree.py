@@ -1,8 +1,8 @@
 """A radix tree of token blocks whose nodes say which replicas hold them, and in which tier.
 
-Who holds something is an int with TIER_COUNT bits for each replica: one for each tier, set if the
-replica holds it in this tier or in a faster one. So `kv & state` says for every replica at once
-from which tier something that needs both comes.
+The holders of a block are an int with TIER_COUNT bits for each replica: one for each tier, set if
+the replica holds it in this tier or in a faster one. So `kv & state` says for every replica at once
+from which tier a resume that needs both is loaded.
 
     tier of the copy    bit of the device    bit of the host    bit of the disk
     DEVICE                      1                   1                  1

@@ -2,9 +2,9 @@
 public.
 
 Each orders the entries that `reuse` orders, under the paper's admission or the server's, so that
-what differs is what it knows. All were made for KV alone; here they order states too. What a trace
-does not tell of agents (`traces.workflows.Step`) a policy does not know either. Prefetches, and
-orders of waiting requests, are left out.
+what differs is what it knows. All were made for KV alone; here they order states too. A policy
+knows of agents only what a trace tells (`traces.workflows.Step`). Prefetches, and orders of waiting
+requests, are left out.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class LmCache(VllmCache):
     design document `lazy_offload_policy/eviction_aware.md` and pull request 4847).
 
     Nothing is copied to the host until vLLM is about to evict it; then it is copied, with all
-    blocks before it that are on the device. What the host has behind the device's blocks is loaded.
+    blocks before it that are on the device. Host blocks behind the device's blocks are loaded.
     The host evicts the least recently used. It knows vLLM's queue of pages, and nothing of sessions
     or of time. Sketch: copies are in time, states go down as they are evicted, there is no disk.
     """

@@ -1,7 +1,7 @@
 """The cache as it is served: SGLang's pools, our checkpoints, in the server's own order.
 
 Request after request it hits what `HybridRadixCache` on SGLang's pools hits, token by token
-(tests/extensions/lab/simulation/test_parity.py). What is planned is
+(tests/extensions/lab/simulation/test_parity.py). States are planned by
 `core.checkpoints.checkpoint_plan`, as there.
 """
 

@@ -347,7 +347,7 @@ class Simulator:
         tenant: str = "",
     ) -> list[Node]:
         """Store `tokens` of `tenant` with nodes at `ends`, those of a kind with states; return the
-        nodes on their path. What cannot fit is not stored at all.
+        nodes on their path. Nothing is stored of a sequence that cannot fit.
         """
         stored = {node.depth for node in path if node.has_state}
         kv = len(tokens) - matched

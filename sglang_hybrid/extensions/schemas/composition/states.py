@@ -1,8 +1,8 @@
 """The segments of one cache whose model has recurrent layers: the transitions that they have, and
 states that are composed of them.
 
-What a segment computed alone leaves is the state at its end, which is a checkpoint like others, and
-its transition, which is kept here, in host memory, as float32. Behind segments 1 to n the state is
+A segment computed alone leaves the state at its end, which is a checkpoint like others, and its
+transition, which is kept here, in host memory, as float32. Behind segments 1 to n the state is
 
     S = S_n + (... S_2 + (S_1) T_2 ...) T_n
 
