@@ -86,8 +86,8 @@ def nothing_ends_this_process() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that ask servers come first, and then those of this folder, each of which takes long:
-    of two processes that share the files, none is left alone with these at the end. What ends the
-    server that is shared is the last test that asks one.
+    of two processes that share the files, none is left alone with these at the end. The test that
+    ends the shared server is the last test that asks it.
     """
 
     def place(item: pytest.Item) -> int:

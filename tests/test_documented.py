@@ -1,6 +1,6 @@
 """Every command that README and the other pages show is accepted as it is shown.
 
-What starts a server or takes minutes is parsed by its own program and stopped there; everything
+Commands that start a server or take minutes are parsed by their own program only; everything
 else runs. tests/server/test_documented.py runs what needs a server.
 """
 

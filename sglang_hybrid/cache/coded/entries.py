@@ -86,7 +86,7 @@ class CodedEntries:
         self._edges: CodedEdges[Tensor] = CodedEdges(self._kv.parts, self._page)
         self._groups: Groups[Tensor, int] = Groups(self._states.parts)
 
-    # What it is worth.
+    # Sizes and counts.
 
     def sizes(self, kv_bytes: int, state_bytes: int) -> tuple[int, int]:
         """Bytes of a token's KV and of a state that are coded, of these bytes exact."""
@@ -225,7 +225,7 @@ class CodedEntries:
         self._cache.tree_core.inexact.add(node.id)
         req.kv.mamba_cow_src_index = slot
 
-    # What happens to coded entries otherwise.
+    # Other changes of coded entries.
 
     def adopt(self, node: UnifiedTreeNode, slots: Tensor) -> bool:
         """A request computed the KV of `node` anew, in `slots` [n]: if it is coded, they take its

@@ -124,7 +124,7 @@ class ServedQueue:
         """Forget the nodes of waiting requests, after the tree was emptied."""
         self._waiting.on_flush()
 
-    # What a hook calls (hooks/scheduling.py).
+    # Called by a hook (hooks/scheduling.py).
 
     def step(self, queue: list[Req]) -> None:
         """The scheduler begins another step, in which it may not look at `queue` at all."""

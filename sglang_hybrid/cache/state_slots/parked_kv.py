@@ -73,7 +73,7 @@ class ParkedKv:
         self._of: dict[int, PlaceArray] = {}
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    # What there is.
+    # Counts.
 
     @property
     def tokens(self) -> int:
@@ -303,7 +303,7 @@ class ParkedKv:
         self.brought_back += len(taken)
         return taken
 
-    # What happens to KV otherwise.
+    # Other changes of KV.
 
     def on_add(self, node: UnifiedTreeNode) -> None:
         """Called when `node` has come into the tree, with KV in the pool."""

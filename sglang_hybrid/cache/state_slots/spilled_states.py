@@ -59,7 +59,7 @@ class SpilledStates:
         self._movable: dict[int, None] = {}
         self._held: set[int] = set()
 
-    # What there is.
+    # Counts.
 
     def __contains__(self, name: int) -> bool:
         """True if the state of the node with this id lies in the place of KV."""
@@ -168,7 +168,7 @@ class SpilledStates:
         self.fetched += 1
         req.kv.mamba_cow_src_index = slot
 
-    # What happens to states otherwise.
+    # Other changes of states.
 
     def on_state_gain(self, node: UnifiedTreeNode) -> None:
         """Called when `node` has got a state, in a slot."""

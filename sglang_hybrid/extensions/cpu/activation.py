@@ -33,7 +33,7 @@ def activate() -> None:
     bind_on_import()
     leave_out(GPU_LINES)
     wait_briefly(os.environ)
-    # What SGLang waits for when a process has died: GPUs that settle, and their core dumps.
+    # Waits of SGLang after a process has died: for GPUs that settle, and for their core dumps.
     os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 

@@ -276,7 +276,7 @@ class Replicas:
                     self.followers = self.followers | followers
                     followers = {}
         finally:
-            # Those of a server that is gone, or of which one could not be made.
+            # Followers of a server that is gone, or of which one could not be made.
             for follower in followers.values():
                 follower.close()
 

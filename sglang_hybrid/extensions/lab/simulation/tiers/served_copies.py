@@ -44,7 +44,7 @@ class ServedCopies:
             AverageReturns(lambda: (memory.counts.loads[Tier.HOST], self.demoted)).now,
         )
 
-    # What `core.tiers.writes` judges by.
+    # Attributes that `core.tiers.writes` reads.
 
     @property
     def clock(self) -> Clock:

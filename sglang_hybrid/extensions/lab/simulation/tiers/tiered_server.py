@@ -52,7 +52,7 @@ class TieredServerSimulator(ServerSimulator):
             cost, budget, policy, state_policy, min_branch_tokens, serving, memory=memory
         )
 
-    # What a request finds and loads.
+    # Look-ups and loads of requests.
 
     def _match(self, request: Request) -> tuple[Node, int]:
         path, _ = self._find(request)
@@ -125,7 +125,7 @@ class TieredServerSimulator(ServerSimulator):
         self.memory.unpin(self._read_by_loads)
         self._read_by_loads = []
 
-    # What a request stores, and what is copied then.
+    # Storing and copying at the end of requests.
 
     def _take_kv(self, running: Running, deepest: Node, new: int) -> None:
         for node in path_to(deepest):
