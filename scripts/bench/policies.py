@@ -283,7 +283,7 @@ def policies(
         str, "exact beside coded entries, by several models' sizes", one_of(CODECS)
     ] = "",
 ) -> None:
-    """The share of the distance from LRU to policies that know the future that a policy closes.
+    """The share that a policy closes of the distance from LRU to policies that know the future.
 
     A row per trace and size of the cache, request after request, starting cold, by the paper's
     rules, as served with two pools, and as served with one memory for KV and states. Token hit

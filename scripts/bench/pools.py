@@ -88,8 +88,8 @@ class Half:
     def replay(
         self, window: RequestWindow, spec: Spec, budgets: Iterable[Budget]
     ) -> list[IntArray]:
-        """The result of `splits.replay_apart`, computed in this process. It is kept from `play`
-        where the window begins with this half, but not where the recorder has dropped requests.
+        """The result of `splits.replay_apart`, computed in this process. It is taken from `play` if
+        the window begins with this half, that is unless the recorder has dropped requests.
         """
         if window.requests[0].tokens is not self.requests[0].tokens:
             return [hits_within(window, (spec, budget), lambda: None) for budget in budgets]
@@ -212,7 +212,7 @@ def pools(
     traces: Folder = TRACES,
     seeds: Annotated[tuple[int, ...], "of generated traffic, beside the traces"] = (0,),
 ) -> None:
-    """The share of the distance from two pools to one memory that lending closes.
+    """The share that lending closes of the distance from two pools to one memory.
 
     Two pools that lend each other room: the second half of a trace, from an empty cache, with the
     default split, with what a comparison of splits in the first half chooses (at the start), with

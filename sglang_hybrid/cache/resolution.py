@@ -293,9 +293,9 @@ def _reject_layout_without_states(server_args: ServerArgs) -> None:
 
 
 def _choose_one_slot_per_request(server_args: ServerArgs) -> None:
-    """Replace a strategy that SGLang itself chose by `no_buffer` with the overlap scheduler. Some
-    models it serves with `no_buffer` only (arg_groups/overrides.py:402); if its default attention
-    backend brings pages, they get another one.
+    """Use `no_buffer` with the overlap scheduler in place of a strategy that SGLang itself chose.
+    It serves some models with `no_buffer` only (arg_groups/overrides.py:402); if its default
+    attention backend brings pages, they get another one.
     """
     view = resolving_view(server_args)
     by_sglang = declared_by(server_args, "mamba_radix_cache_strategy") == {SGLANGS}

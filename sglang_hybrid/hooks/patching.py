@@ -375,7 +375,7 @@ def unwanted() -> set[Need]:
 def lacking_in(root: Path) -> dict[Need, Misfit]:
     """The result of `lacking` for files, which are not imported. root: the folder with `sglang/`.
 
-    Another change may be cut against what is left out; it is left out, too.
+    A change that is cut against one that is left out is left out, too.
     """
     patches = load_patches().values()
     paths = {patch.path: root / patch.path for patch in patches}

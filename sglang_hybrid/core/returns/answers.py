@@ -1,8 +1,8 @@
 """Predicts whether a session goes on after an answer: learnt from the answer's first and last
 tokens, and from what the client says.
 
-A session goes on after a tool call and ends with an agent's last answer. The look of such answers
-is learnt online, by a logistic regression per tenant. A client's hint is believed as far as
+A session goes on after a tool call and ends with an agent's last answer. Both kinds of answers are
+learnt online, by a logistic regression per tenant. A client's hint is believed as far as
 that tenant's hints have proved true. The expected return is one more feature of the classes of the
 reuse index.
 """

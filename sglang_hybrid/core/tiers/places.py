@@ -171,7 +171,7 @@ class Placement:
             self.tree.mark_dirty(node)
 
     def drop_state(self, node: Node, tier: Tier) -> None:
-        """Note that `tier` lost the state; without a copy that counts the node loses it, too."""
+        """Note that `tier` lost the state; with the last copy that counts the node loses it."""
         copies = copies_of(node)
         if copies.has_state(tier):
             copies.state &= ~(1 << tier)
