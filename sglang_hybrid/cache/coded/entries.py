@@ -148,7 +148,7 @@ class CodedEntries:
         slots: Tensor = node.component_data[KV].value
         edge = self._edges.code(node.id, slots)
         with self._in_order(slots):
-            self._kv.encode(slots, *_where(edge))
+            self._kv.encode(slots, *_places_and_parts(edge))
         self.coded["kv"] += edge.tokens
         self._set(node, KV, edge.slots)
         return slots[len(edge.slots) :]
@@ -206,7 +206,7 @@ class CodedEntries:
     def _decode_kv(self, node: UnifiedTreeNode, slots: Tensor) -> None:
         edge = self._edges[node.id]
         with self._in_order(edge.slots, slots):
-            self._kv.decode(*_where(edge), slots)
+            self._kv.decode(*_places_and_parts(edge), slots)
         self.decoded["kv"] += edge.tokens
         self._replace_kv(node, slots)
         self._cache.tree_core.inexact.add(node.id)
@@ -354,7 +354,7 @@ class CodedEntries:
         return self._shadow_tree.tree
 
 
-def _where(edge: CodedEdge[Tensor]) -> tuple[Tensor, Tensor]:
+def _places_and_parts(edge: CodedEdge[Tensor]) -> tuple[Tensor, Tensor]:
     """The place and the part of each token of `edge`: int64 [tokens] each."""
     at = torch.arange(edge.skip, edge.skip + edge.tokens, device=edge.slots.device)
     return edge.slots[at // edge.parts], at % edge.parts

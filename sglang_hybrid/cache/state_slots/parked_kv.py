@@ -191,10 +191,10 @@ class ParkedKv:
             self._bring_back([self._cache.tree_core.node_by_id(name)], there)
             short -= len(there)
         if places.rows == slots:
-            self._leave_a_slot()
+            self._vacate_slot()
         return True
 
-    def _leave_a_slot(self) -> None:
+    def _vacate_slot(self) -> None:
         row, old, new, owners = self._places.leave_a_row()
         for name in np.unique(owners).tolist():
             mine = self._of[name]

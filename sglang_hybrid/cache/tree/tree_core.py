@@ -286,7 +286,7 @@ class HybridTreeCore(MarkedTreeCore):
     @property
     def evictable_device_leaves(self) -> set[UnifiedTreeNode]:
         """SGLang's set of the leaves that may be evicted."""
-        self._look_at_changed_leaves()
+        self._update_changed_leaves()
         return self._device_leaves
 
     @evictable_device_leaves.setter
@@ -294,7 +294,7 @@ class HybridTreeCore(MarkedTreeCore):
         self._device_leaves = leaves
         self._changed_leaves: set[UnifiedTreeNode] = set()
 
-    def _look_at_changed_leaves(self) -> None:
+    def _update_changed_leaves(self) -> None:
         for node in self._changed_leaves:
             if self._is_device_leaf(node):
                 self._device_leaves.add(node)
@@ -313,7 +313,7 @@ class HybridTreeCore(MarkedTreeCore):
         else:
             self._changed_leaves.add(node)
             if len(self._changed_leaves) > MOST_CHANGED_LEAVES:
-                self._look_at_changed_leaves()
+                self._update_changed_leaves()
         if self.shadow_tree.follows_copies:
             self._sync(node)
 

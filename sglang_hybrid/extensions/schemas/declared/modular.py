@@ -150,7 +150,7 @@ def modular(layout: Layout, resolved: Resolved) -> ModularPrompt:
             segments.append(Segment(ids, start))
         if after:
             segments.append(Segment(after, layout.closed(piece.message)))
-    return _ending_in_new(tuple(one for one in segments if one.ids), tuple(new), layout.end)
+    return _with_new_token(tuple(one for one in segments if one.ids), tuple(new), layout.end)
 
 
 def prepared_segments(layout: Layout) -> list[Segment]:
@@ -164,7 +164,7 @@ def prepared_segments(layout: Layout) -> list[Segment]:
     return [segment for segment in found if segment.ids]
 
 
-def _ending_in_new(
+def _with_new_token(
     segments: tuple[Segment, ...], new: tuple[int, ...], position: int
 ) -> ModularPrompt:
     """The prompt with at least one new token, since the next one is read from its output."""
