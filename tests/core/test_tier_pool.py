@@ -372,7 +372,7 @@ def test_the_next_victims_are_those_that_would_go_one_by_one(
     changes: list[tuple[str, int, int, bool]],
     rng: random.Random,
 ) -> None:
-    """Those of them that may be copied are those of which the host lacks something."""
+    """Victims that may be copied are those of which the host lacks something."""
     cache = Cache(Lru())
     pool = TierPool(DEVICE, scarce, COST, make_policy(), cache.tree.clock, cache.rates)
     cache.tree.listen(pool)
