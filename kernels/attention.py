@@ -27,7 +27,7 @@ scores [n, Hq]."""
 
 
 class Rule(NamedTuple):
-    """How scores are made and what a query sees.
+    """The rule by which scores are made, and the keys that a query sees.
 
     Args:
         scale: factor of every score.
@@ -97,8 +97,8 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Partial:
 
 
 def _hidden(first: int, n: int, total: int, rule: Rule) -> Tensor | None:
-    """Which keys [n, total] queries do not see (None: they see all); the first query's own key has
-    index ``first``.
+    """Mask [n, total] of the keys that queries do not see (None: they see all); the first query's
+    own key has index ``first``.
     """
     if not rule.causal:
         return None
@@ -108,7 +108,7 @@ def _hidden(first: int, n: int, total: int, rule: Rule) -> Tensor | None:
 
 
 def _hidden_in_tree(path: Tensor, total: int, window: int | None) -> Tensor:
-    """Which keys [n, total] the tokens of a tree do not see; see `attention`."""
+    """Mask [n, total] of the keys that the tokens of a tree do not see; see `attention`."""
     older = total - path.shape[0]
     depth = path.sum(-1)
     hidden = torch.cat([path.new_zeros(len(path), older), ~path], dim=1)

@@ -5,7 +5,7 @@ with the tokens or the slots are 64 bits wide. Sums are float32; ``DOT`` is the 
 product of float32 tiles ("ieee": no tf32), 16-bit tiles multiply exactly into float32 anyway.
 
 Triton compiles a kernel again for integers that are 1 or multiples of 16 and for pointers that are
-not 16-byte aligned. What changes from prefill to prefill is excluded from that (``VARYING``,
+not 16-byte aligned. Arguments that vary from prefill to prefill are excluded (``VARYING``,
 ``ANYWHERE``), so that a server runs one variant of each kernel, which its start has compiled.
 """
 

@@ -1,4 +1,4 @@
-"""How a packed batch of sequences is cut into chunks, and how states pass from chunk to chunk.
+"""Chunks of a packed batch of sequences, and the states that pass from chunk to chunk.
 
 A packed batch holds its sequences one after the other: sequence ``s`` is
 ``tokens[cu_seqlens[s] : cu_seqlens[s + 1]]``. Chunks are counted from each sequence's own start, so
@@ -71,7 +71,7 @@ class Block:
         return rows.masked_fill(~self.valid.view(*self.valid.shape, *[1] * (rows.dim() - 2)), 0.0)
 
     def view(self, packed: Tensor) -> Tensor | None:
-        """Where in packed [T, ...] the chunks' rows [n, L, ...] lie; None if not side by side."""
+        """A view [n, L, ...] of the chunks' rows in packed [T, ...]; None if not side by side."""
         if self.tokens is not None:
             return None
         n = len(self.sequences)

@@ -21,7 +21,7 @@ WORDS = 1_024
 """Words that one program copies."""
 
 WORD_TYPES = {4: tl.int32, 2: tl.int16, 1: tl.int8}
-"""By their bytes."""
+"""Triton's integer types, by their bytes."""
 
 ALIGNED = 16
 """Bytes that a thread reads at once where addresses are multiples of that."""
@@ -183,8 +183,8 @@ def write_parts(
     WORD: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """What `encode_rows` staged into the parts. stride, size: bytes from slot to slot, and of a
-    part. Grid: slots, layers, tiles of words.
+    """Copies what `encode_rows` staged into the parts. stride, size: bytes from slot to slot, and
+    of a part. Grid: slots, layers, tiles of words.
     """
     i, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = tl.program_id(2) * WORDS + tl.arange(0, WORDS)

@@ -1,8 +1,8 @@
 """Parts of rows of host memory, read and written by the device: one Triton launch, by stream.
 
 The host's memory is pinned, so that a device reaches it by itself, over its bus: nothing is
-gathered on the host, nothing is staged, and the host thread does not wait. What is read or written
-on the host is there when the stream has come so far. Where rows are on the CPU, it is plain torch.
+gathered on the host, nothing is staged, and the host thread does not wait. Rows are complete when
+the stream has come so far. Where rows are on the CPU, it is plain torch.
 """
 
 # Triton's decorator and its kernels' arguments have no types that mypy reads.

@@ -83,8 +83,8 @@ def ssd_prefill(
 
 
 def _written(inputs: Tensor, B: Tensor) -> Tensor:
-    """What tokens add to a state: sum over them of inputs [m, L, H, P] times B [m, L, G, N],
-    [m, H, P, N].
+    """The sum that tokens add to a state, [m, H, P, N]: over the tokens, inputs [m, L, H, P] times
+    B [m, L, G, N].
     """
     m, length, heads, width = inputs.shape
     groups, size = B.shape[2:]
@@ -96,7 +96,7 @@ def _written(inputs: Tensor, B: Tensor) -> Tensor:
 
 
 def _read(C: Tensor, states: Tensor) -> Tensor:
-    """What tokens read from a state: C [m, L, G, N] times states [m, H, P, N], [m, L, H, P]."""
+    """The outputs [m, L, H, P] of a state: C [m, L, G, N] times states [m, H, P, N]."""
     m, length, groups, size = C.shape
     heads, width = states.shape[1:3]
     by_group = states.reshape(m, groups, -1, size)
@@ -109,7 +109,7 @@ def _read(C: Tensor, states: Tensor) -> Tensor:
 def _add_within(
     result: Tensor, x: Tensor, step: Tensor, B: Tensor, C: Tensor, log_decay: Tensor
 ) -> None:
-    """Add to result [m, L, H, P] what the tokens of a chunk read of each other.
+    """Add to result [m, L, H, P] what the tokens of a chunk read from each other.
 
     log_decay [m, L, H] is the running sum of step * A in float64: it grows along the chunk, the
     differences that are needed do not. It is taken apart into two float32 numbers; the difference
@@ -134,7 +134,7 @@ def _add_within(
 
 
 class StepInputs(NamedTuple):
-    """What one decode step does to states [b, H, P, N], in float32.
+    """The change of states [b, H, P, N] by one decode step, in float32.
 
     Each is multiplied by ``decay`` [b, H, P or 1, N or 1]; then ``added`` [b, H, P] times ``B``
     [b, G, N] is added. ``C`` [b, G, N] reads the output, to which ``skipped`` [b, H, P] is added
@@ -148,7 +148,7 @@ class StepInputs(NamedTuple):
     skipped: Tensor | None
 
     def of(self, rows: slice) -> "StepInputs":
-        """Those of some of the states."""
+        """The inputs of some of the states."""
         if rows == slice(None):
             return self
         return StepInputs(

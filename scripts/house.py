@@ -4,7 +4,7 @@
     python scripts/house.py --print    # prints it
 
 A room is a folder or a file right below `sglang_hybrid/`; floors are those of the contracts in
-pyproject.toml, which the tests check. What a room is for is the first paragraph of its docstring.
+pyproject.toml, which the tests check. The purpose of a room is its docstring's first paragraph.
 Lines are rounded to hundreds, so that the page does not change with every commit.
 """
 

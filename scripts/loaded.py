@@ -51,7 +51,7 @@ signal.signal(signal.SIGUSR2, tell)
 
 
 def loaded(arguments: Sequence[str] = ()) -> dict[str, tuple[set[Path], int]]:
-    """By title of each process of a server: files of this package, and bytes of memory. Raises
+    """Files of this package, and bytes of memory, by the title of each process of a server. Raises
     TimeoutError for a process that does not answer.
     """
     with tempfile.TemporaryDirectory() as name:

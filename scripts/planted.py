@@ -9,9 +9,9 @@ is never changed. Exit status 1 if a defect lives, 2 if nothing can be said.
 
 The table of defects is written by hand. Tools that make mutants (mutmut, cosmic-ray) change an
 operator, a constant or an argument at every place: thousands of mutants, a start of pytest for
-each, most of them in decisions, which are tested anyway. What tests missed here was wiring between
-tested parts: a call left out, the wrong one of two similar objects handed on, a tenant that is not
-passed.
+each, most of them in decisions, which are tested anyway. Defects that tests missed here were wiring
+between tested parts: a call left out, the wrong one of two similar objects handed on, a tenant that
+is not passed.
 """
 
 from __future__ import annotations

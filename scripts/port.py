@@ -240,7 +240,7 @@ def _check_hunks(piece: str, lines: list[str], parts: list[Hunk]) -> Iterator[Fi
 
 
 def _without_file(piece: str, path: str, parts: list[Hunk], release: Release) -> Finding:
-    """Where the lines of a file that is not there are: in a file of the same name, or nowhere."""
+    """The finding for a file that is gone: its lines are in another of this name, or nowhere."""
     name = path.rpartition("/")[2]
     for other in release.paths():
         if other.rpartition("/")[2] == name and other != path:

@@ -124,7 +124,7 @@ def two_answers(s, document: str) -> None:
 
 
 def first_token(state: sgl.lang.interpreter.ProgramState) -> float:
-    """When the first token of a state's `answer` came; needs a program run with `stream=True`."""
+    """The time of the first token of a state's `answer`; needs a program run with `stream=True`."""
     next(iter(state.text_iter("answer")))
     return time.perf_counter()
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "replicas": ("replicas", "several servers: what they hold, and a router in front of them"),
     "kernels": ("kernels.compare", "our Mamba2 states beside mamba-ssm's, on a GPU"),
 }
-"""By name, the module that is run and what it does."""
+"""Programs by name: the module that is run, and what it does."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ Takes every flag of SGLang. Without --model-path it serves the embedded default 
 accelerator it serves on the CPU.
 
 SGLang's processes are spawned, import this file again and must have the import hook before they
-import SGLang. What the first one does is in launcher.py, which they do not load.
+import SGLang. The first one's work is in launcher.py, which they do not load.
 """
 
 import os

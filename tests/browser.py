@@ -25,6 +25,6 @@ def opened() -> Iterator[Browser]:
 
 
 def violations(page: Page) -> list[tuple[str, str]]:
-    """Of rules of accessibility: their names, and what they ask for."""
+    """Violated rules of accessibility: their names, and what they ask for."""
     found = Axe().run(page).response["violations"]
     return [(each["id"], each["help"]) for each in found]

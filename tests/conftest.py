@@ -34,7 +34,7 @@ TOGETHER = {"tests/test_keys.py": "tests/entered.py", "tests/test_plugin.py": "t
 """Files that share what a module keeps, and the module."""
 
 FORKING = HERE / "forking"
-"""For PYTHONPATH: servers fork their processes (`sitecustomize.py` there)."""
+"""A folder for PYTHONPATH: servers fork their processes (`sitecustomize.py` there)."""
 
 ENDS_IT = "default_process_to_end"
 """The fixture of a test that ends the server which they share."""
@@ -86,8 +86,8 @@ def nothing_ends_this_process() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that ask servers come first, and then those of this folder, each of which takes long:
-    of two processes that share the files, none is left alone with these at the end. What ends the
-    server that is shared is the last test that asks one.
+    of two processes that share the files, none is left alone with these at the end. The test that
+    ends the shared server is the last test that asks it.
     """
 
     def place(item: pytest.Item) -> int:

@@ -1,7 +1,7 @@
 """The right answers of a model: transformers' own torch implementation on the CPU, in float32
 unless another type is asked for.
 
-The reference shares no code with SGLang or with our kernels. What transformers does not have is in
+The reference shares no code with SGLang or with our kernels. Models that transformers lacks are in
 ``twins.py``. Prompts are computed in one pass without a cache; decoding uses transformers' cache,
 one token at a time. Both are checked against each other in ``tests/extensions/cpu/models``. Four
 things in transformers 5.19 are not to be trusted:

@@ -11,7 +11,7 @@ from pathlib import Path
 @contextmanager
 def table(page: Path, name: str, columns: Sequence[str], order: Sequence[str]) -> Iterator[dict]:
     """The rows of a page's table between ``<!-- NAME: ... -->`` and ``<!-- end NAME -->``, by their
-    first cells, as lists of cells. What they are at the end is written, those in `order` only.
+    first cells, as lists of cells. Rows are written as they are at the end, those in `order` only.
     """
     text = page.read_text()
     marks = rf"(^<!-- {name}: [^\n]* -->\n)(.*?)(?=^<!-- end {name} -->$)"

@@ -115,7 +115,7 @@ def test_quick_tests_that_ask_servers_are_in_one_process(tmp_path: Path, kind: s
 
 
 def test_a_worker_that_is_lost_ends_the_run_with_the_test_that_it_ran(tmp_path: Path) -> None:
-    """Without --max-worker-restart, xdist replaces it, and may then wait for ever."""
+    """Otherwise (without --max-worker-restart) xdist replaces it, and may then wait for ever."""
     run = run_as_the_script(
         tmp_path, {f"test_{name}.py": CRASHES.format(name=name) for name in "abcd"}
     )

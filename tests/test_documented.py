@@ -1,6 +1,6 @@
 """Every command that README and the other pages show is accepted as it is shown.
 
-What starts a server or takes minutes is parsed by its own program and stopped there; everything
+Commands that start a server or take minutes are parsed by their own program only; everything
 else runs. tests/server/test_documented.py runs what needs a server.
 """
 
@@ -48,7 +48,7 @@ GPU_PAGE = (ROOT / "docs" / "gpu.md").read_text()
 
 
 def words(command: str) -> list[str]:
-    """Of a command, without the variables that it sets."""
+    """The words of a command, without the variables that it sets."""
     return [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
 
 
@@ -245,7 +245,7 @@ def test_the_optional_dependencies_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    """To files that are there, and to headings of theirs."""
+    """They lead to files that are there, and to headings of theirs."""
     folder = (ROOT / page).parent
     links = re.findall(r"\]\((?!https?:|mailto:)([^)#]*)(?:#([^)]*))?\)", (ROOT / page).read_text())
     for path, heading in links:

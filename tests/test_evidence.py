@@ -1,4 +1,4 @@
-"""What a run of the slow tests leaves out, and the table that it ends with."""
+"""Tests that a run of the slow tests leaves out, and the table that it ends with."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_every_route_is_known_to_treat_tenants_in_some_way(routes: list[Route]) 
 
 
 def test_no_route_below_hybrid_cache_answers_a_foreign_page(ours: list[Route]) -> None:
-    """With whatever key, and whichever router has the route."""
+    """The key does not matter, nor which router has the route."""
     answers = entered()["foreign"]
     asked = {(method, path) for method, path, *_ in answers}
     below = {(route.method, route.path) for route in ours if route.path.startswith("/hybrid_cache")}

@@ -58,7 +58,7 @@ PROGRAMS = tuple(
 
 
 def test_what_is_not_asked_for_is_not_loaded() -> None:
-    """In a new process as SGLang begins each one, with the plugin, and in a scheduler."""
+    """A new process is begun as by SGLang, with the plugin; then a scheduler is."""
     plugin, scheduler = imported(IMPORTS)
     without_cache = {
         "sglang_hybrid.cache.factory",
@@ -73,7 +73,7 @@ def test_what_is_not_asked_for_is_not_loaded() -> None:
 
 
 def test_on_a_gpu_a_scheduler_has_loaded_no_more() -> None:
-    """As far as it can be pretended without one: what a platform of SGLang's own loads of ours."""
+    """The GPU is pretended: a platform of SGLang's own loads no other module of ours."""
     *_, scheduler = imported(ON_A_GPU + IMPORTS + LENDING)
     assert extensions(scheduler) == {"guard"}
     assert not scheduler & LATER
@@ -83,7 +83,7 @@ def test_on_a_gpu_a_scheduler_has_loaded_no_more() -> None:
 
 
 def imported(program: str) -> list[set[str]]:
-    """Our modules, each time that the program tells of them in a process of its own."""
+    """Our modules, each time that the program prints them, run in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-c", program]
     told = subprocess.run(command, check=True, text=True, capture_output=True).stdout
     return [set(line.split()) for line in told.splitlines()]

@@ -1,5 +1,5 @@
 """A wheel holds what the package needs at run time, from rooms that lie beside it in a checkout.
-What it says of itself is true on a package index, too.
+Its description is true on a package index, too.
 """
 
 import email

@@ -35,7 +35,7 @@ CACHE = ("--cache", "1GB", "--policy", "lru")
 CHAT = ("--generate", "chat", "--sessions", "2")
 NOBODY = ("--url", "http://127.0.0.1:9")
 FILE, TRACE, FOLDER = "FILE", "TRACE", "FOLDER"
-"""In an argument: a hostile file, a good trace, a folder with a tokenizer."""
+"""Parts of arguments that stand for a hostile file, a good trace, a folder with a tokenizer."""
 
 READ: dict[str, tuple[Main, Sequence[str]]] = {
     "trace": (replay, (FILE, *CACHE)),
@@ -101,7 +101,7 @@ NUMBERED: dict[str, tuple[Main, Sequence[str]]] = {
 """Programs that take a number."""
 
 SLOW_FILES = ("hole",)
-"""Of the small files, what takes seconds."""
+"""Small files that take seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def test_what_is_no_command(arguments: list[str], said: str, capsys: Capture) ->
 def test_a_command_is_its_module(
     command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its arguments, and as the main module, which processes that it spawns import again."""
+    """It has its arguments, and is the main module, which processes that it spawns import again."""
     module = {"serve": "launch_server", "kernels": "kernels.compare"}.get(command, command)
     seen = {}
 

@@ -1,4 +1,4 @@
-"""Where real traffic lies, if this machine has it: beside the repository, in ../shared/traces. And
+"""Traces of real traffic, if this machine has them: beside the repository, in ../shared/traces. And
 the same traffic of a model that thinks.
 """
 

@@ -441,7 +441,7 @@ class MiniCPM(GraniteForCausalLM):
 
 
 class NoIndex(nn.Module):
-    """In the place of what chooses the tokens that Qwen4-Exp's attention reads: all of them."""
+    """Chooses all tokens, in the place of those that Qwen4-Exp's attention reads."""
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -475,7 +475,7 @@ class Qwen4Exp(modeling_qwen4_exp.Qwen4ExpForCausalLM):
 
 
 class AllTokens(nn.Module):
-    """In the place of what chooses the tokens that GLM-5-Next's attention reads: all so far."""
+    """Chooses all tokens so far, in the place of those that GLM-5-Next's attention reads."""
 
     def __init__(self, _: Any, layer_idx: int) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ class Preset:
     flags: str = ""
 
     def changed(self, changes: Sequence[str]) -> Preset:
-        """With other numbers, given as NAME=N. Raises BenchFailed for another name."""
+        """The preset with other numbers, given as NAME=N. Raises BenchFailed for another name."""
         own = {"kv_tokens": self.kv_tokens, "state_slots": self.state_slots}
         cut = {field.name: getattr(self.slice, field.name) for field in fields(Slice)}
         for change in changes:
@@ -66,8 +66,8 @@ PRESETS = {
         flags="--chunked-prefill-size 1024",
     ),
 }
-"""By the start of a trace's file name. Where lengths are scaled down, so is the prefill chunk, from
-the 8,192 tokens that SGLang takes on a large GPU."""
+"""Presets by the start of a trace's file name. Where lengths are scaled, so is the prefill chunk,
+from the 8,192 tokens that SGLang takes on a large GPU."""
 
 
 def configurations(sglang: Sequence[str], ours: Sequence[str]) -> list[Configuration]:

@@ -1,4 +1,4 @@
-"""What a hit on coded KV and states costs models that need their context."""
+"""The benchmark `coded`: errors of models that resume from coded KV and states."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CODERS.setdefault("fp8", fp8)
 CODERS |= {"int4": int4, "int8, wrong scales": wrong_scale, "zeros": lost}
 
 Hits = dict[str, list[tuple[Asked, Cache]]]
-"""Of each task, what is asked and what its prefix left."""
+"""The questions of each task, and the caches that their prefixes left."""
 
 Models = list[tuple[Hybrid, Sequence[Reach]]]
 """Models, and what each has learnt to answer with."""
@@ -69,7 +69,7 @@ def coded(
     sequences: Annotated[Count, "of each task and length"] = 16,
     chats: Annotated[Count, "conversations"] = 36,
 ) -> None:
-    """What a hit on coded KV and states costs models that need their context.
+    """The cost of a hit on coded KV and states, for models that need their context.
 
     Small hybrids of recurrent layers and attention are trained on tasks that only the context
     answers, one process to a core. Then a prefix is computed, what it leaves is encoded and

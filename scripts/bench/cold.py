@@ -1,4 +1,4 @@
-"""What a cold prompt costs beside SGLang's own cache."""
+"""The benchmark `cold`: the cost of a cold prompt beside SGLang's own cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cold(
     architecture: str = "nemotron-h",
     scale: Annotated[str, "of the model: tiny, or 100m"] = "tiny",
 ) -> None:
-    """What a cold prompt and a decode step cost beside SGLang's own cache, on the same platform.
+    """The cost of a cold prompt and a decode step beside SGLang's own cache, on the same platform.
 
     Two servers of one model are up: SGLang's cache and ours. Each prompt of random tokens is
     asked of both, and each batch decoded by both, by turns one or the other first. The ratio is the

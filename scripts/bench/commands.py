@@ -52,11 +52,11 @@ positive = whole(1)
 
 Count = Annotated[int, positive]
 APPENDED: dict[str, Any] = {"action": "append", "nargs": None}
-"""For a tuple whose values are given one by one, each behind the option's name."""
+"""Settings of a tuple whose values are given one by one, each behind the option's name."""
 
 
 def one_of(values: Iterable[object]) -> dict[str, Any]:
-    """For a parameter's type: the values that it may have."""
+    """Settings of a parameter that may have these values only, for its type."""
     return {"choices": list(values)}
 
 
@@ -91,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., object]
                 settings["choices"] = [
                     *settings["choices"],
                     [],
-                ]  # argparse looks for none there, too
+                ]  # argparse also looks up an empty list there
             parser.add_argument(name, nargs="*", **settings)
         else:
             option = f"--{name.strip('_').replace('_', '-')}"
@@ -110,7 +110,7 @@ def call(function: Callable[..., int | None], options: dict[str, Any]) -> int:
 
 
 def _settings(hint: Any) -> dict[str, Any]:
-    """What `add_argument` is told of a parameter of this type."""
+    """The keyword arguments of `add_argument` for a parameter of this type."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         found = _settings(inner[0])

@@ -21,7 +21,7 @@ TITLES = {
     "sharegpt": "chats",
     "mooncake": "production\nhour",
 }
-"""Of traces, by the first word of their names."""
+"""Labels of traces, by the first word of their names."""
 
 MEMORIES = {
     "one": "one memory",
@@ -40,7 +40,7 @@ _ALL = re.compile(r"^\| ours, default \| all \|[^|]*\|[^|]*\(([\d.]+)x\) \|[^|]*
 
 @dataclass(frozen=True)
 class Pair:
-    """What two servers did with one trace. Hit rates in percent; tokens prefilled and the sum of
+    """Results of two servers on one trace. Hit rates in percent; tokens prefilled and the sum of
     the times to first token as multiples of SGLang's.
     """
 
@@ -72,7 +72,7 @@ def _number(pattern: str, text: str) -> float:
 
 
 def read_rates(text: str, rows: Sequence[str], column: int) -> list[float]:
-    """Of the rows of these names: the percentages in a column; column 0 has the names. Raises
+    """The percentages in a column of the rows with these names; column 0 has the names. Raises
     BenchFailed.
     """
     found = []

@@ -1,4 +1,4 @@
-"""How soon a chat's first token comes where the cache has all but its last messages."""
+"""Times to the first token of a chat of which the cache has all but the last messages."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ def first_tokens(models: Sequence[Path], lengths: Sequence[int], rounds: int) ->
 
 
 def _kind(model: Path) -> str:
-    """What a model's config says that it is."""
+    """The model's type, by its config."""
     return str(json.loads((model / "config.json").read_text())["model_type"])

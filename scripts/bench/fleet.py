@@ -27,10 +27,10 @@ from sglang_hybrid.extensions.lab.simulation.replicas import ROUTERS
 from sglang_hybrid.serving.server_process import ServerProcess, event_flags
 
 SECONDS = 45.0
-"""In which sessions begin."""
+"""Time in which sessions begin."""
 
 POOLS = ("--max-total-tokens", "12000", "--max-mamba-cache-size", "60")
-"""Of each server; all sessions together have some 60,000 tokens."""
+"""Flags of each server; all sessions together have some 60,000 tokens."""
 
 ANSWER = 8
 MODULE = "sglang_hybrid.replicas"
@@ -38,7 +38,7 @@ MODULE = "sglang_hybrid.replicas"
 
 @dataclass(frozen=True)
 class Step:
-    """What a session asks next. begins: its prompt repeats nothing of the session's earlier ones.
+    """The next prompt of a session. begins: it repeats nothing of the session's earlier ones.
     samples: how many times it is asked at once. pause: seconds before it.
     """
 
@@ -49,7 +49,7 @@ class Step:
 
 
 Session = tuple[str, float, list[Step]]
-"""Its kind, when it begins, and its steps."""
+"""The kind of a session, when it begins, and its steps."""
 
 
 def sessions(source: random.Random) -> Iterator[Session]:
@@ -124,7 +124,7 @@ class Behind:
 
 
 def ours(urls: list[str]) -> ServerProcess:
-    """By what the servers publish: `python -m sglang_hybrid.replicas route`."""
+    """Our router, `python -m sglang_hybrid.replicas route`; it follows what the servers publish."""
     return ServerProcess(urls, program=[sys.executable, "-m", MODULE, "route"], health="/health")
 
 

@@ -1,4 +1,4 @@
-"""What exact states inside a prefill cost on a GPU."""
+"""The benchmark `kernels`: the cost of exact states inside a prefill on a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bench(layer: Shape, tokens: int, table: Table) -> None:
 
 
 def kernels(quick: Annotated[bool, "one model, without 64K tokens"] = False) -> None:
-    """What exact states inside a prefill cost on a GPU: one layer, with and without them.
+    """The cost of exact states inside a prefill on a GPU: one layer, with and without them.
 
     The layer is the projections, SGLang's convolution and SGLang's scan, in bfloat16, with a
     float32 state pool; milliseconds of one prefill of it without states, and what is added by

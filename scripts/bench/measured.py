@@ -34,7 +34,7 @@ class Configuration:
     environment: dict[str, str] = field(default_factory=dict)
 
     def server(self, common: Sequence[str]) -> ServerProcess:
-        """With the flags that all have in common, and its own."""
+        """A server with the flags that all have in common, and its own."""
         module = LAUNCHERS["ours" if self.ours else "SGLang"]
         flags = [*common, *self.flags]
         return ServerProcess(flags, module=module, directory=ROOT, environment=self.environment)
@@ -62,8 +62,8 @@ def memory_of_pools(log: str, sizes: Sizes) -> Memory:
 
 
 def memory_of(server: ServerProcess, sizes: Sizes) -> Memory:
-    """What a running server has for KV and states. One memory says its own budget: the pools of its
-    log are as large as either kind could become.
+    """The memory of a running server for KV and states. One memory reports its own budget: the
+    pools of its log are as large as either kind could become.
     """
     state = requests.get(server.url + "/server_info", timeout=30).json()["internal_states"][0]
     one = state.get("hybrid_cache", {}).get("memory")
@@ -86,8 +86,8 @@ def check_budgets(results: Sequence[Result]) -> None:
 
 @dataclass
 class Result:
-    """What one configuration did; an error of the server itself leaves no outcomes. memory: what it
-    has for KV and states; counted: by how much the server's own metrics grew.
+    """The results of one configuration; an error of the server itself leaves no outcomes. memory:
+    for KV and states. counted: by how much the server's own metrics grew.
     """
 
     configuration: Configuration
@@ -228,7 +228,7 @@ def show(results: Sequence[Result]) -> None:
 
 
 def cells(result: Result, base: Result) -> list[str]:
-    """What one configuration did, beside another one."""
+    """The cells of one configuration's results, beside those of another one."""
     times = " / ".join(f"{ms:,.0f}" for ms in result.ttft)
     ratio = " / ".join(times_of(ms, of) for ms, of in zip(result.ttft, base.ttft, strict=True))
     return [

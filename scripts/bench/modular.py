@@ -1,4 +1,4 @@
-"""What prompts cost and keep that are composed of documents which were computed apart."""
+"""The benchmark `modular`: prompts that are composed of documents which were computed apart."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ LEARNT = 0.75
 """Share of answers below which a model has not learnt a task, so that nothing can be lost."""
 LARGE = Sizes("RRR*" * 5, hidden=1024, heads=8, width=128)
 DOCUMENTS, TOKENS, QUESTION = 4, 1000, 32
-"""Of the prompt that is timed."""
+"""Documents of the prompt that is timed, tokens of each, and tokens of the question."""
 SERVED: dict[Kind, str] = {"mamba2": "nemotron-h", "gdn": "qwen3-next", "kda": "kimi-linear"}
 WORDS_OF_A_DOCUMENT = 960
 """A word is a token or more."""
 SECONDS_FOR_FRAMES = 5
-"""For a server to compute what the chat template writes, behind the answer that lacked it."""
+"""Time for a server to compute the chat template's text, after the answer that lacked it."""
 
 
 def modular(
@@ -69,7 +69,7 @@ def modular(
     repeats: Annotated[Count, "of each time, of which the shortest counts"] = 2,
     served: Annotated[bool, "time servers instead, of models that are not trained"] = False,
 ) -> None:
-    """What prompts lose and save that are composed of documents which were computed apart.
+    """Loss and savings of prompts that are composed of documents which were computed apart.
 
     Small hybrids of recurrent layers and attention are trained on prompts of documents, one process
     to each core that may be used. Each document is then computed alone, and the states, keys and
@@ -181,7 +181,7 @@ def _texts() -> Tensor:
 
 
 def _seconds(model: Hybrid, repeats: int) -> list[str]:
-    """Of the whole prompt, of its documents apart, and of composed ones by `TIMED_SEAMS`."""
+    """Times of the whole prompt, of its documents apart, and of composed ones by `TIMED_SEAMS`."""
     texts, question = _texts(), torch.randint(WORDS, (1, QUESTION))
 
     def first_token(tokens: Tensor, apart: Apart | None) -> Tensor:

@@ -19,7 +19,7 @@ from sglang_hybrid.serving.server_process import ServerProcess
 
 CONCURRENCY = 2
 STATES_SHARES = (0.15, 0.4, 0.7)
-"""Of the memory, in the static splits."""
+"""Shares of the memory that static splits give to states."""
 
 SPLIT = ("--hybrid-memory", "split")
 ONE = ("--hybrid-memory", "one")

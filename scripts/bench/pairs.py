@@ -20,8 +20,8 @@ GROUPS = (
     ("as many", 0.99, 1.01),
     ("more", 1.01, math.inf),
 )
-"""By how many tokens a request prefills, as a multiple of what the first configuration prefills
-for the same request: from more than the first bound, to the second."""
+"""Groups of requests by the tokens that they prefill, as a multiple of those that the first
+configuration prefills for the same request: above the first bound, up to the second."""
 
 
 def against_the_first(configurations: Sequence[tuple[str, Sequence[Outcome]]]) -> None:
@@ -56,8 +56,8 @@ def prefilled_ratio(mine: Outcome, its: Outcome) -> float:
 
 
 def work(outcome: Outcome) -> tuple[float, float, float]:
-    """What a time to first token grows with: one request, its new tokens, and pairs of a new token
-    with one before it.
+    """The amounts that a time to first token grows with: one request, its new tokens, and pairs of
+    a new token with one before it.
     """
     new = outcome.prefilled
     return 1.0, float(new), new * (outcome.cached_tokens + new / 2)
@@ -71,7 +71,7 @@ def prefill_costs(outcomes: Sequence[Outcome]) -> FloatArray:
 
 
 def expected_seconds(outcomes: Sequence[Outcome], costs: FloatArray) -> float:
-    """Sum of their times to first token as `costs` has it."""
+    """Sum of the times to first token that `costs` predicts for the outcomes."""
     return float((np.array([work(outcome) for outcome in outcomes]) @ costs).sum())
 
 

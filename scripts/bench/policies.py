@@ -1,4 +1,4 @@
-"""How much of the distance from LRU to what knows the future a policy closes."""
+"""The benchmark `policies`: hit rates of policies between LRU and those that know the future."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ AGENTS_MODEL = "Qwen3.5-35B"
 HALVED = "Nemotron-H-8B"
 HYBRIDS = (HALVED, AGENTS_MODEL, "Kimi-Linear-48B")
 RECURRENT_LAYERS = {HALVED: 6}
-"""For each attention layer; 3 in other models. vLLM's pages are of one size for both."""
+"""Recurrent layers for each attention layer; 3 in other models. vLLM has one page size for both."""
 
 AGENTS_POLICIES = {
     "one": ("lru", "reuse", *ORACLES, "density", "cachescout", "pbkv", "cachewise"),
     "served": ("sglang-lru", "reuse", "sglang", "vllm", "tensorrt-llm"),
 }
 BELOW_POLICIES = ("hicache", "lmcache", "reuse", "unbounded")
-"""What agents' conversations are replayed with: by rules, and with tiers below the device."""
+"""Policies that agents' conversations are replayed with: by rules, and with tiers below."""
 
 CODECS = tuple(codec.value for codec in NUMBER_BYTES)
 TITLES = {"paper": "paper", "served": "two pools", "one": "one memory"}
 CODED_RULES = ("one", "served")
-"""What entries that are kept coded are replayed with."""
+"""Rules by which traces are replayed with coded entries."""
 
 CLAIRVOYANT = Spec("clairvoyant")
 UNBOUNDED = Spec("unbounded")
@@ -81,7 +81,7 @@ class Bench:
         return 100 * (found.flops_saved if self.flops else found.hit_rate)
 
     def run(self, spec: Spec, row: Row, rules: str, *, coded: bool = False) -> Result:
-        """What `spec` finds of a row; coded: with entries kept coded before they are evicted."""
+        """The result of `spec` on a row; coded: entries are kept coded before they are evicted."""
         key = (spec, row, rules, coded)
         if key not in self._known:
             trace, size = row
@@ -283,7 +283,7 @@ def policies(
         str, "exact beside coded entries, by several models' sizes", one_of(CODECS)
     ] = "",
 ) -> None:
-    """How much of the distance from LRU to what knows the future a policy closes.
+    """The share that a policy closes of the distance from LRU to policies that know the future.
 
     A row per trace and size of the cache, request after request, starting cold, by the paper's
     rules, as served with two pools, and as served with one memory for KV and states. Token hit

@@ -43,7 +43,7 @@ REUSE = Spec("reuse")
 PAPER = "the paper's 7B"
 SIZES = (PAPER, *HYBRIDS)
 STATICS = (0.15, 0.3, 0.5, 0.75)
-"""Of the memory, for states, beside the default split: what nobody knows beforehand."""
+"""Shares of the memory for states that are tried beside the default split, for `best of a few`."""
 HEADS = ("apart", "default", "at the start", "best of a few", "one memory")
 LOST = 1.0
 """Points below pools that lend nothing that count as a loss."""
@@ -88,8 +88,8 @@ class Half:
     def replay(
         self, window: RequestWindow, spec: Spec, budgets: Iterable[Budget]
     ) -> list[IntArray]:
-        """What `splits.replay_apart` finds, in this process. It is known where the window is the
-        beginning of this half, and not where the recorder has dropped what came first.
+        """The result of `splits.replay_apart`, computed in this process. It is taken from `play` if
+        the window begins with this half, that is unless the recorder has dropped requests.
         """
         if window.requests[0].tokens is not self.requests[0].tokens:
             return [hits_within(window, (spec, budget), lambda: None) for budget in budgets]
@@ -128,7 +128,7 @@ def learnt_split(half: Half, now: Split, context: int, folder: Path) -> Split:
 
 
 def _window(recorder: Recorder, cost: CostModel) -> RequestWindow:
-    """As `Tuning.recent` makes it."""
+    """The window of recent requests, as `Tuning.recent` makes it."""
     records = recorder.latest(MOST_REQUESTS)
     counted = (len(records) + 1) // 2
     return make_window(records, counted, cost, MIN_BRANCH_TOKENS, Serving(), has_states=True)
@@ -173,7 +173,7 @@ class Rates(NamedTuple):
 
 
 def measure(requests: Sequence[Request], cost: CostModel, memory: int) -> Rates:
-    """Of a trace in `memory` bytes."""
+    """Hit rates of a trace in `memory` bytes."""
     middle = len(requests) // 2
     start = requests[0].arrival  # a window's clock begins with its first request
     shifted = [replace(it, arrival=it.arrival - start) for it in requests[:middle]]
@@ -212,7 +212,7 @@ def pools(
     traces: Folder = TRACES,
     seeds: Annotated[tuple[int, ...], "of generated traffic, beside the traces"] = (0,),
 ) -> None:
-    """How much of the distance from two pools to one memory lending closes.
+    """The share that lending closes of the distance from two pools to one memory.
 
     Two pools that lend each other room: the second half of a trace, from an empty cache, with the
     default split, with what a comparison of splits in the first half chooses (at the start), with

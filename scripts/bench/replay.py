@@ -1,4 +1,4 @@
-"""How fast a replay is."""
+"""The benchmark `replay`: the speed of a replay."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def replay(
     long: Annotated[Count | None, "requests made of Mooncake's trace instead: time, memory"] = None,
     policy: Annotated[str, "--long: policies, by comma"] = "lru",
 ) -> None:
-    """How fast a replay is.
+    """The speed of a replay.
 
     Per policy, and for a tuner's candidates on two workers. Processor time in one process, except
     for the workers, where it is wall time. With `--long` the time and the peak memory of a trace of

@@ -1,4 +1,4 @@
-"""How results are printed: Markdown tables below machine, date, commit and command."""
+"""Reports of results: Markdown tables below machine, date, commit and command."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def times_of(value: float, base: float) -> str:
 
 
 def seconds_of(work: Callable[[], object], clock: Callable[[], float] = perf_counter) -> float:
-    """How long `work` takes by `clock`."""
+    """The seconds that `work` takes by `clock`."""
     begin = clock()
     work()
     return clock() - begin
@@ -66,7 +66,7 @@ def stamp(arguments: Sequence[str]) -> str:
 
 
 def versions() -> str:
-    """Of Python and torch."""
+    """The versions of Python and torch."""
     return f"Python {platform.python_version()}, torch {version('torch')}"
 
 

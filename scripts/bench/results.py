@@ -118,7 +118,7 @@ def contents(found: Sequence[Page]) -> str:
 
 
 def chosen(found: Sequence[Page], names: Sequence[str]) -> list[Page]:
-    """Those that are named, or all that do not take long. Raises BenchFailed for a wrong name."""
+    """The named pages, or all that do not take long. Raises BenchFailed for a wrong name."""
     made = [page for page in found if page.arguments]
     wrong = [name for name in names if name not in {page.name for page in made}]
     if wrong:

@@ -1,4 +1,4 @@
-"""What requests that wait cost the scheduler, on SGLang's pools with tiny tensors and no model."""
+"""The benchmark `rounds`: scheduler time for waiting requests, with tiny tensors and no model."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def rounds(
     tokens: tuple[int, ...] = (1_024, 16_384, 131_072),
     repeat: Annotated[int, "the least of so many repetitions is shown"] = 5,
 ) -> None:
-    """What requests that wait cost the scheduler: SGLang's two cores and ours, on the same ones.
+    """Scheduler time for waiting requests: SGLang's two tree cores and ours, on the same requests.
 
     SGLang's `lpm` ranking and prefill adders on its pools with tiny tensors, no model,
     one process, one thread. Of each prompt the first half is cached and shared by 16 requests, the

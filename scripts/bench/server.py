@@ -1,4 +1,4 @@
-"""How fast a server on the CPU is."""
+"""The benchmarks `server` and `split`: the speed of a server on the CPU."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def split(
     *architectures: Annotated[str, "embedded models (default: falcon-mamba)"],
     requests: Annotated[Count, "prompts of each kind"] = 12,
 ) -> None:
-    """What states inside a prefill cost: prompts of 4,096 tokens that leave 1 and 8.
+    """The cost of states inside a prefill: prompts of 4,096 tokens that leave 1 and 8.
 
     One server leaves them in the pass, at declared positions. Others split the prefill evenly
     (--chunked-prefill-size), as it is where layers leave no states inside, and keep nothing. They

@@ -1,4 +1,4 @@
-"""What benchmarks of running servers share: flags, models, requests of random tokens."""
+"""Common parts of benchmarks of running servers: flags, models, requests of random tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_hybrid.extensions.cpu.models import build_tiny_model
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 SCRATCH = Path(tempfile.gettempdir())
-"""Where models that are made once are kept by default."""
+"""The default folder of models that are made once."""
 
 LAUNCHERS = {"SGLang": "sglang.launch_server", "ours": "sglang_hybrid.launch_server"}
 """The modules that start a server with SGLang's own cache, and with ours."""
@@ -80,7 +80,7 @@ def at_once(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Resul
 
 @contextmanager
 def sampled(look: Callable[[], Result], seconds: float) -> Iterator[list[Result]]:
-    """What `look` finds while the block runs, once every so many seconds and at its end."""
+    """The results of `look`, called every so many `seconds` during the block and once after it."""
     found: list[Result] = []
     done = threading.Event()
 
@@ -103,12 +103,12 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def random_tokens(source: random.Random, count: int) -> list[int]:
-    """Of text, in every embedded model's vocabulary."""
+    """Random tokens of text, which every embedded model's vocabulary has."""
     return [source.randrange(300, 32_000) for _ in range(count)]
 
 
 def exactly(answer: int) -> dict[str, Any]:
-    """What a body of /generate says for an answer of exactly so many tokens."""
+    """The part of a body of /generate that asks for an answer of exactly so many tokens."""
     return {"sampling_params": {"temperature": 0, "max_new_tokens": answer, "ignore_eos": True}}
 
 
@@ -123,7 +123,7 @@ def events(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
 
 
 def arrivals(url: str, body: dict[str, Any]) -> list[tuple[float, int]]:
-    """When events of a streamed answer came, in seconds, and how many tokens it had then."""
+    """The times of the events of a streamed answer, in seconds, and its tokens by then."""
     asked = {**body, "stream": True}
     with requests.post(url + "/generate", json=asked, stream=True, timeout=600) as response:
         lines = [(time.perf_counter(), line) for line in response.iter_lines()]

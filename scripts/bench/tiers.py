@@ -29,8 +29,8 @@ CONCURRENCY = 2
 
 
 def preset_of_tiers(name: str, requests: int | None) -> Preset:
-    """What of a trace is served, and by which device. No prompt is longer than seven eighths of the
-    KV.
+    """The part of a trace that is served, and the device. No prompt is longer than seven eighths of
+    the KV.
     """
     preset = preset_of(PRESETS, find(name)).changed(("requests=120", "state_slots=16"))
     preset = preset.changed(PRESETS_OF_TIERS[name])

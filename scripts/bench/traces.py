@@ -43,7 +43,7 @@ GENERATED: dict[str, tuple[float, ...]] = {
 }
 Folder = Annotated[Path, "the folder of the traces"]
 Seeds = Annotated[int | None, {"metavar": "SEEDS"}, "generated traffic instead, from these seeds"]
-"""For options: where traces are, and how many seeds of generated traffic replace them."""
+"""Types of options: the folder of the traces, and the seeds of traffic generated instead."""
 
 AGENTS = "agentx_dev"
 AGENT_SIZES = (5, 10, 20, 40)
@@ -55,7 +55,7 @@ WORKFLOW_SIZES = (1, 2, 4, 8)
 
 COST = CostModel.paper_7b()
 RULES = {"paper": None, "served": Serving(), "one": Serving(one_memory=True)}
-"""How requests are served in a replay: by the paper's rules, or as a server does."""
+"""Rules by which requests are served in a replay: the paper's, or a server's."""
 
 Preset = TypeVar("Preset")
 Row = tuple[str, float]  # trace, GB

@@ -21,7 +21,7 @@ from sglang_hybrid.extensions.cpu.models.tokenizer import FIRST_TEXT_ID
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request; ttft: seconds from sending to the first token, seconds: to the
+    """The result of one request; ttft: seconds from sending to the first token, seconds: to the
     last.
     """
 

@@ -45,7 +45,7 @@ class Writer:
         }
 
     def modules(self, count: int) -> list[str]:
-        """So many names of modules, all different."""
+        """Names of `count` modules, all different."""
         return self._drawn.sample(list(self._modules), count)
 
     def question(self, module: str) -> Message:

@@ -17,7 +17,7 @@ from scripts.gpu_check.steps import QUESTIONS, Step, new_logs, run_all, table
 from scripts.gpu_check.verdict import decide
 
 MINUTES = 8.8
-"""For all steps together; the rest of nine minutes is for the start of this process."""
+"""Time for all steps together; the rest of nine minutes is for the start of this process."""
 
 MODELS = (
     *("kimi-linear", "nemotron-h", "qwen3-next", "qwen3.5", "falcon-h1", "granite-hybrid"),
@@ -107,7 +107,7 @@ def steps_on_a_gpu() -> list[Step]:
 
 
 def steps_of_one_memory(*, gpu: bool) -> list[Step]:
-    """What one memory may be the default after, on the CPU where there is no GPU."""
+    """The checks after which one memory may be the default, on the CPU where there is no GPU."""
     stand_ins = () if complete() or not gpu else ("--stand-ins",)
     path = environment_with(stand_ins=bool(stand_ins))
     device = () if gpu else ("--cpu",)

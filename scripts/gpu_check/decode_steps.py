@@ -35,7 +35,7 @@ BATCHES, PROMPT, STEPS, WARM = (1, 16), 2_048, 96, 16
 """Sequences, their tokens, the steps that are measured and those before them."""
 POOLS = ("--max-mamba-cache-size", "64", "--max-total-tokens", "131072")
 SECONDS = 150
-"""Of one process."""
+"""Time limit of one process."""
 MARK = "MILLISECONDS "
 
 

@@ -66,7 +66,7 @@ def empty_slots(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def largest_error(pool: Tensor, states: list[Tensor]) -> float:
-    """Of all states that were asked for, relative to the largest element of each; infinite for NaN.
+    """The largest error of states, relative to each one's largest element; infinite for NaN.
 
     states[s] [tokens + 1, ...] are those of sequence s by definition.
     """
@@ -198,8 +198,8 @@ def check_host_rows(span: slice, *, row_bytes: int = 8_240, rows: int = 40) -> f
 
 
 def check_divided_rows(dtype: torch.dtype) -> float:
-    """What ``divided_rows`` codes into parts of slots and decodes; infinite if plain torch finds
-    anything else.
+    """The error of coding rows into parts of slots and decoding them (``divided_rows``): 0 if plain
+    torch computes the same, infinite otherwise.
     """
     pool = torch.randn(3, 12, 4, 16, 128).to(dtype)
     plain, on_device = pool.clone(), pool.to(DEVICE)

@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """The channels of the convolution."""
         return self.inner + 2 * self.groups * self.size
 
     def pools(self, slots: int, device: str) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ SMALL = (
     Shape("a small Mamba2", 64, 2, 32, 1, 16, 64, 64 + 2),
     Shape("a small gated delta net", 64, 2, 16, 1, 16, None, 32 + 4),
 )
-"""For the interpreter."""
+"""Shapes for Triton's interpreter."""
 
 
 def state_launches(

@@ -20,7 +20,7 @@ GRACE = 8.0
 """Seconds that a step has to end its servers when its time is over."""
 
 QUESTIONS = ("traffic", "decode", "copies")
-"""Of the paired run: a step each."""
+"""The parts of the paired run, a step each."""
 
 NOT_RUN = Finding("time", "none was left; not run", False)
 

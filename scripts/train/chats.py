@@ -1,4 +1,4 @@
-"""What the model reads in training: conversations about facts, and which tokens are answers."""
+"""The text of the model's training: conversations about facts, with answers marked."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ from scripts.train.recall import (
 from scripts.train.recall import WORDS as RECALL_WORDS
 
 Task = Literal["pair", "later", "chain"]
-"""What answers a question about a key: a pair of one document; the later one of two documents that
-tell of it; a name for the key in one document, and the value of the name in another one.
+"""The source of the answer to a question about a key. pair: a pair of one document. later: the
+later one of two documents with the key. chain: one document has a name for the key, another one the
+value of the name.
 """
 TASKS: tuple[Task, ...] = get_args(Task)
 

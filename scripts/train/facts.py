@@ -1,4 +1,4 @@
-"""What the model learns: the first sentence that Python's standard library says of a name."""
+"""The facts that the model learns: the first sentence of a name's docstring in Python's library."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ WHOLE = 1 << 30
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: its layers as in `PATTERN`, and numbers as beside `HIDDEN`."""
+    """The sizes of a model: its layers as in `PATTERN`, and numbers as beside `HIDDEN`."""
 
     pattern: str = PATTERN
     hidden: int = HIDDEN
@@ -40,13 +40,13 @@ class Sizes:
 TINY = Sizes()
 
 Cache = list[list[Tensor]]
-"""What each layer keeps of a prefix: keys and values [b, t, heads, width] of an attention layer, a
-state [b, heads, width, width] of a recurrent one, and then a window [b, channels, taps - 1].
+"""The tensors that each layer keeps of a prefix: keys and values [b, t, heads, width] of attention,
+a state [b, heads, width, width] of a recurrent layer, and then a window [b, channels, taps - 1].
 """
 
 
 class Inputs(NamedTuple):
-    """What `scan` takes beside a state."""
+    """The arguments of `scan` beside a state."""
 
     q: Tensor
     k: Tensor
@@ -83,7 +83,7 @@ class Hybrid(nn.Module):
         return x, kept
 
     def empty(self, batch: int) -> Cache:
-        """What the layers keep of no prefix."""
+        """The cache of an empty prefix."""
         heads, width, found = self.sizes.heads, self.sizes.width, Cache()
         for letter in self.sizes.pattern:
             window = torch.zeros(batch, 3 * self.sizes.inner, TAPS - 1)
@@ -162,7 +162,7 @@ class Recurrent(Mixer):
         return self.output(y, h), [state, before]
 
     def inputs(self, h: Tensor, before: Tensor) -> tuple[Inputs, Tensor]:
-        """Those of the scan, and the window behind them."""
+        """The inputs of the scan, and the window behind them."""
         q, k, v, window = self.read(h, before)
         step = F.softplus(self.decay(h))
         g = (-self.rate.exp() * step).clamp(STRONGEST).unflatten(-1, (self.sizes.heads, -1))

@@ -34,13 +34,13 @@ TURNS, TURN_QUESTIONS, FIRST_PAIRS, FIRST_TOKENS = 50, 6, 14, 256
 """Turns of a conversation, questions in each, pairs and tokens of its prefix. Turns add pairs."""
 
 Coder = Codec | Callable[[Tensor], Tensor]
-"""A codec, or what would come back from another one: rows of the same shape."""
+"""A codec, or a function of rows to what another codec would decode, of the same shape."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What reaches back into a prefix. With a window of attention that is shorter than the tokens
-    behind it only states do; where states begin anew behind a hit, only KV does.
+    """The parts of the cache that reach back into a prefix. With an attention window shorter than
+    the tokens behind it only states do; where states begin anew behind a hit, only KV does.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Reach:
 
 BOTH, STATES, KV = Reach("KV and states"), Reach("states", window=16), Reach("KV", states=False)
 LEARNT = ((BOTH, STATES), (KV,))
-"""By one model, and by another: where both could answer only one of the two learns to."""
+"""The reaches of two models: where KV and states could both answer, a model learns only one."""
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,12 @@ def fp8(rows: Tensor) -> Tensor:
 
 
 def lost(rows: Tensor) -> Tensor:
-    """Nothing of the rows, to see whether a model needs them."""
+    """Zeros in place of the rows, to see whether a model needs them."""
     return torch.zeros_like(rows)
 
 
 def recode(cache: Cache, kv: Coder, states: Coder, since: int = 0) -> Cache:
-    """What comes back of a cache; of KV, tokens from ``since`` on, those before are as they are.
+    """The cache after encoding and decoding it; of KV only tokens from ``since`` on are coded.
     Attention's window, which no served model has, is never coded.
     """
     found: Cache = []
@@ -194,8 +194,8 @@ def recode(cache: Cache, kv: Coder, states: Coder, since: int = 0) -> Cache:
 
 
 def _recode(tensors: list[Tensor], coder: Coder) -> list[Tensor]:
-    """What comes back of a layer's tensors [slots, ...]; a codec leaves windows of convolutions in
-    bfloat16, a function as they are.
+    """A layer's tensors [slots, ...] after encoding and decoding; a codec leaves windows of
+    convolutions in bfloat16, a function as they are.
     """
     if not isinstance(coder, Codec):
         return [coder(each) if each.shape[-1] == WIDTH else each for each in tensors]

@@ -13,7 +13,7 @@ from sglang_hybrid.kernels.composition import Segment
 
 
 class Bytes(NamedTuple):
-    """Of a segment's keys and values, states, and transitions; windows are left out."""
+    """Bytes of a segment's keys and values, states, and transitions; windows are left out."""
 
     kv: int
     states: int
@@ -22,7 +22,7 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Apart:
-    """What the layers keep of the tokens of a segment behind its seam, computed with no prefix.
+    """A segment's part of each layer's cache, behind its seam, computed with no prefix.
 
     seam: the segment's first tokens, which are computed anew with everything in front of them.
     layers: keys and values [b, t, heads, width], or what the tokens do to a recurrent state, and
@@ -33,7 +33,7 @@ class Apart:
     layers: list[tuple[list[Tensor] | Segment, Tensor]]
 
     def __getitem__(self, rows: slice) -> Apart:
-        """Those of some of the batch's rows."""
+        """The parts of some of the batch's rows."""
         chosen: list[tuple[list[Tensor] | Segment, Tensor]] = []
         for kept, window in self.layers:
             if isinstance(kept, Segment):
@@ -47,7 +47,7 @@ class Apart:
 
     @property
     def bytes(self) -> Bytes:
-        """Of one row of the batch."""
+        """The bytes of one row of the batch."""
         kept = [part for part, _ in self.layers]
         segments = [part for part in kept if isinstance(part, Segment)]
         content = [each for part in kept if isinstance(part, list) for each in part]

@@ -123,7 +123,7 @@ def cache_class(*, tiers: bool) -> type[HybridRadixCache]:
 def _codecs(
     options: HybridConfig, context: TreeCacheBuildContext
 ) -> tuple[CodecPlan | None, CodecPlan | None]:
-    """Those of copies below the device, and of entries that the device keeps coded; None: exact."""
+    """Codecs of copies below the device, and of entries kept coded on the device; None: exact."""
     if not (options.hybrid_tier_codec.may_change or options.hybrid_device_codec.may_change):
         return None, None
     from sglang_hybrid.cache.tiers.codec_choice import choose_codecs, choose_device_codecs

@@ -1,8 +1,8 @@
 """SGLang's cache with host memory below the device (HiCache), without what ends a scheduler or
 answers wrongly there. Line references are to sglang 0.5.23, mem_cache/unified_radix_cache.py.
 
-The host thread never waits for a copy. What the device gives up is free for others as soon as its
-copy was begun: what uses the memory next is ordered behind the copy (`streams.py`).
+The host thread never waits for a copy. Memory that the device gives up is free as soon as its copy
+was begun: the next use of it is ordered behind the copy (`streams.py`).
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class HostTierCache(HybridRadixCache):
 
     def copy_before_eviction(self, node: UnifiedTreeNode) -> None:
         """Begin to copy what the host lacks of `node`, which the device is about to give up, if
-        that is worth it and SGLang's write policy says so. What is computed or loaded from now on
-        comes after the copy, since it may use the device memory of `node`.
+        that is worth it and SGLang's write policy says so. Later computations and loads come after
+        the copy, since they may use the device memory of `node`.
         """
         if self.ways is None or not self.tree_core.wants_copies_now(node):
             return

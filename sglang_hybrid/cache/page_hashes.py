@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLAGS = ("hicache_storage_backend", "kv_events_config")
-"""SGLang's flags that want them."""
+"""SGLang's flags that need these hashes."""
 
 
 def compile_hashes(server_args: ServerArgs) -> None:

@@ -95,7 +95,7 @@ class Parts:
         return self.parked if self.coded is None else self.coded
 
     def use_policy(self, switch: PolicySwitch) -> None:
-        """On every rank at the same step: the policy of `switch` comes into force."""
+        """Put the policy of `switch` into force; called on every rank at the same step."""
         assert self.shadow_tree is not None, "only a policy of ours is tuned"
         self.shadow_tree.use(*make_policies(switch.spec, self.shadow_tree.history))
         self.in_force = switch.spec

@@ -145,7 +145,7 @@ class PrefillPlans:
         return [] if self.planner is None else self.planner.take_ready(req, up_to)
 
     def forget_all(self) -> None:
-        """The tree was emptied: no plan is valid any more."""
+        """Forget all plans and full hits, after the tree was emptied."""
         if self.full_hits is not None:
             self.full_hits.forget_all()
         if self.planner is not None:

@@ -102,7 +102,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
                 return AddReqResult.CONTINUE
         needed = self._slots_needed(req)
         if self._promised + needed and not self._slots_fit(req, needed):
-            self._compute_if_nothing_ends(req)
+            self._give_up_load_if_idle(req)
             return AddReqResult.NO_TOKEN
         if self.tree_cache.plans.prefix_wait.waits_for_prefix(req):
             return AddReqResult.CONTINUE
@@ -130,9 +130,9 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         free += self.tree_cache.mamba_evictable_size()
         return bool(self._promised + needed <= free - self._source(req))
 
-    def _compute_if_nothing_ends(self, req: Req) -> None:
-        """A load takes a slot more than computing does. Where nothing runs whose end would give it
-        back, as where idle sessions hold the others, `req` is to do without its load.
+    def _give_up_load_if_idle(self, req: Req) -> None:
+        """Give up the load of `req` if no other request runs. A load needs one slot more than
+        computing does, and then no request ends that would free one (idle sessions hold them).
         """
         ways = self.tree_cache.ways
         alone = not self._running and not self.can_run_list

@@ -38,7 +38,7 @@ class Publisher:
         and kind of each state that is in the tree now.
         """
         publication = Publication(req, self._slots, self._plans.take_ready(req, up_to))
-        self._insertions_belong_to(publication)
+        self._set_publication(publication)
         try:
             if self.growth.serves(req) and not self._cache.disable:
                 self.growth.grow(req, up_to)
@@ -48,20 +48,20 @@ class Publisher:
             if self._plans.full_hits is not None:
                 self._plans.full_hits.on_publish(req)
         finally:
-            self._insertions_belong_to(None)
+            self._set_publication(None)
         return publication.published
 
     @contextmanager
     def inserting(self, req: Req, position: int, kind: Kind) -> Iterator[None]:
         """A state of this kind at this position, which was not planned, is inserted for ``req``."""
-        self._insertions_belong_to(Publication(req, self._slots, [], inserting=(position, kind)))
+        self._set_publication(Publication(req, self._slots, [], inserting=(position, kind)))
         try:
             yield
         finally:
-            self._insertions_belong_to(None)
+            self._set_publication(None)
 
-    def _insertions_belong_to(self, publication: Publication | None) -> None:
-        """The states that are inserted from now on are those of ``publication``; None: nobody's."""
+    def _set_publication(self, publication: Publication | None) -> None:
+        """Count states that are inserted from now on to ``publication``; None: to no request."""
         states = self._cache.components.get(ComponentType.MAMBA)
         if states is not None:
             states.publish(publication)

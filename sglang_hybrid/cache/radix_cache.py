@@ -75,11 +75,11 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
     """
 
     has_tiers: ClassVar = False
-    """There is host memory below the device, whose copies are chosen by value (`HostTierCache`)."""
+    """True with host memory below the device, for copies chosen by value (`HostTierCache`)."""
     ways: WayChooser | None = None
-    """What a request loads from below the device; None where there is nothing."""
+    """Chooses what a request loads from below the device; None without host memory there."""
     forward_stream: Any = None
-    """That of the forwards on a GPU, if they have one of their own."""
+    """The CUDA stream of forwards on a GPU, if they have one of their own."""
 
     def __init__(
         self,
@@ -257,13 +257,13 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         return self.modular
 
     def composition(self, req: Req) -> Composition | None:
-        """What `req` was composed of; None for a request of another kind than a modular prompt."""
+        """The segments that `req` was composed of; None if it is not a modular prompt."""
         return None if self.modular is None else self.modular.of(req)
 
     # 2 Before a forward
 
     def plan_forward(self, batch: ScheduleBatch) -> None:
-        """The prefill of `batch` is about to start: give its states their slots."""
+        """Give slots to the states of the prefill of `batch`, which is about to start."""
         if self.modular is None:
             self.plans.assign_slots(batch)
             return
@@ -272,7 +272,7 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         self.modular.record(batch)
 
     def plan_decode(self, batch: ScheduleBatch) -> None:
-        """A decode step of `batch` is about to start: some answers leave a state on their way."""
+        """Plan the states that answers leave in the next decode step, which is that of `batch`."""
         self.plans.plan_decode(batch)
 
     # 3 After a step

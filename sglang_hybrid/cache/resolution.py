@@ -2,7 +2,7 @@
 
 SGLang settles how states are kept before it knows the attention backend and the page size
 (arg_groups/pipeline.py:225, 242), which one slot for a running request depends on. So this is
-settled at its step `handle_mamba_backend` (251), when both are known. What somebody asked for by a
+settled at its step `handle_mamba_backend` (251), when both are known. A value that was given by a
 flag stays.
 """
 
@@ -73,19 +73,19 @@ def settle_states(server_args: ServerArgs) -> None:
     _prefixes_of_minicpm(server_args)
     check_unified_memory(server_args)
     reject_unsupported_speculation(server_args)
-    _no_stages_that_lose_router_states(server_args)
-    _no_ranks_that_sglang_cannot_divide(server_args)
+    _reject_pipeline_of_zaya(server_args)
+    _reject_unsupported_tensor_parallelism(server_args)
     check_device_codec(server_args)
-    _no_host_below_kv_alone(server_args)
-    _no_host_below_windows(server_args)
-    _no_layout_without_states(server_args)
-    _one_slot_for_a_running_request(server_args)
-    _one_state_buffer_for_pure_state_space_models(server_args)
-    _no_single_buffer_with_pages(server_args)
-    _room_for_tokens_without_kv(server_args)
-    _pools_that_run_full_together(server_args)
-    _kernels_that_leave_states(server_args)
-    _no_graph_over_mixers(server_args)
+    _reject_host_tier_of_decode_server(server_args)
+    _reject_host_tier_of_windows(server_args)
+    _reject_layout_without_states(server_args)
+    _choose_one_slot_per_request(server_args)
+    _choose_buffers_of_pure_ssm(server_args)
+    _reject_no_buffer_with_pages(server_args)
+    _raise_token_limit_without_kv(server_args)
+    _choose_states_to_kv_ratio(server_args)
+    _choose_prefill_kernels(server_args)
+    _disable_graphs_over_mixers(server_args)
     warm_up_with_hits(server_args)
 
 
@@ -216,9 +216,9 @@ def reject_unsupported_speculation(server_args: ServerArgs) -> None:
         )
 
 
-def _no_stages_that_lose_router_states(server_args: ServerArgs) -> None:
-    """A router of ZAYA1 adds what the router before it had. SGLang 0.5.23 begins each stage of a
-    pipeline without that (models/zaya.py:1512), and answers wrongly.
+def _reject_pipeline_of_zaya(server_args: ServerArgs) -> None:
+    """Refuse stages of ZAYA1. A router adds the output of the one before it; SGLang 0.5.23 begins
+    each stage of a pipeline without that (models/zaya.py:1512), and answers wrongly.
     """
     if resolving_view(server_args).pp_size == 1 or "ZayaForCausalLM" not in _architectures(
         server_args
@@ -231,11 +231,11 @@ def _no_stages_that_lose_router_states(server_args: ServerArgs) -> None:
         )
 
 
-def _no_ranks_that_sglang_cannot_divide(server_args: ServerArgs) -> None:
-    """SGLang 0.5.23 divides the projections of Jet-Nemotron's recurrent layers, and then splits
-    what comes out as if it were whole (models/jet_nemotron.py:271): the first forward ends a rank.
-    MiniCPM-SALA norms what all heads of lightning attention have read; SGLang norms the heads of
-    each rank by themselves (models/minicpm.py:278), and answers wrongly.
+def _reject_unsupported_tensor_parallelism(server_args: ServerArgs) -> None:
+    """Refuse ranks for two models. SGLang 0.5.23 divides the projections of Jet-Nemotron's layers
+    and then splits their output as if it were whole (models/jet_nemotron.py:271): the first
+    forward ends a rank. MiniCPM-SALA norms the outputs of all heads of lightning attention; SGLang
+    norms those of each rank by themselves (models/minicpm.py:278), and answers wrongly.
     """
     if resolving_view(server_args).tp_size == 1:
         return
@@ -251,9 +251,9 @@ def _no_ranks_that_sglang_cannot_divide(server_args: ServerArgs) -> None:
         )
 
 
-def _no_host_below_kv_alone(server_args: ServerArgs) -> None:
-    """A decode server's tree keeps no states, and SGLang has no host pool for a hybrid model's KV
-    without them (hybrid_pool_assembler.py:2431).
+def _reject_host_tier_of_decode_server(server_args: ServerArgs) -> None:
+    """Refuse host memory on a decode server, whose tree keeps no states: SGLang has no host pool
+    for a hybrid model's KV without them (hybrid_pool_assembler.py:2431).
     """
     view = resolving_view(server_args)
     has_states = view.uses_mamba_radix_cache or _is_pure(server_args)
@@ -264,9 +264,9 @@ def _no_host_below_kv_alone(server_args: ServerArgs) -> None:
         )
 
 
-def _no_host_below_windows(server_args: ServerArgs) -> None:
-    """Copies on the host are chosen by what KV and states save. Where a request resumes needs a
-    window, too, and the choice knows none.
+def _reject_host_tier_of_windows(server_args: ServerArgs) -> None:
+    """Refuse host memory for sliding windows beside states. Copies are chosen by the FLOPs that KV
+    and states save; a request that resumes also needs a window, which the choice ignores.
     """
     view = resolving_view(server_args)
     ours = view.radix_cache_backend == BACKEND and not view.disable_radix_cache
@@ -277,9 +277,9 @@ def _no_host_below_windows(server_args: ServerArgs) -> None:
         )
 
 
-def _no_layout_without_states(server_args: ServerArgs) -> None:
-    """SGLang's host pool of states has two layouts (pool_host/mamba.py:103), and ends the start at
-    an assertion in another one, once the model is loaded.
+def _reject_layout_without_states(server_args: ServerArgs) -> None:
+    """Refuse layouts that SGLang's host pool of states lacks (pool_host/mamba.py:103): it ends the
+    start at an assertion, once the model is loaded.
     """
     view = resolving_view(server_args)
     if not view.enable_hierarchical_cache or not view.uses_mamba_radix_cache:
@@ -292,17 +292,17 @@ def _no_layout_without_states(server_args: ServerArgs) -> None:
         )
 
 
-def _one_slot_for_a_running_request(server_args: ServerArgs) -> None:
-    """SGLang's own choice, and only that, gives way to `no_buffer` with the overlap scheduler. Some
-    models it serves with `no_buffer` alone (arg_groups/overrides.py:402); where its default for
-    attention brings pages, another one is taken for them.
+def _choose_one_slot_per_request(server_args: ServerArgs) -> None:
+    """Use `no_buffer` with the overlap scheduler in place of a strategy that SGLang itself chose.
+    It serves some models with `no_buffer` only (arg_groups/overrides.py:402); if its default
+    attention backend brings pages, they get another one.
     """
     view = resolving_view(server_args)
     by_sglang = declared_by(server_args, "mamba_radix_cache_strategy") == {SGLANGS}
     of_a_phase = _asked(server_args, "prefill_attention_backend", "decode_attention_backend")
     one_buffer = by_sglang and view.mamba_radix_cache_strategy == "no_buffer"
     if one_buffer and not view.disable_radix_cache and not of_a_phase:
-        _no_pages_by_default(server_args)
+        _avoid_default_pages(server_args)
         view = resolving_view(server_args)
     if not by_sglang or not one_slot_per_request(view):
         return
@@ -313,14 +313,14 @@ def _one_slot_for_a_running_request(server_args: ServerArgs) -> None:
     declare_resolution(server_args, OURS, **declared)
 
 
-def _one_state_buffer_for_pure_state_space_models(server_args: ServerArgs) -> None:
-    """Mamba and Mamba2 models keep one state per request.
+def _choose_buffers_of_pure_ssm(server_args: ServerArgs) -> None:
+    """Keep one state per request of Mamba and Mamba2 models.
 
     SGLang resolves its strategy for the hybrid architectures only (arg_groups/overrides.py:453-487)
-    and leaves these with one buffer and the overlap scheduler. Where it keeps states by copying
-    that buffer, the next step changes a state while it is being stored, and hits answer wrongly:
-    there overlap is turned off. Planned checkpoints do not need that. Where its default for
-    attention, which these models have none of, brings pages, another one is taken.
+    and leaves these with one buffer and the overlap scheduler. If it keeps states by copying that
+    buffer, the next step changes a state while it is being stored, and hits answer wrongly: then
+    overlap is turned off. Planned checkpoints do not need that. If its default attention backend
+    brings pages, which these models do not need, another one is chosen.
     """
     view = resolving_view(server_args)
     if view.disable_radix_cache or not _is_pure(server_args):
@@ -331,19 +331,19 @@ def _one_state_buffer_for_pure_state_space_models(server_args: ServerArgs) -> No
     if not plans_checkpoints(view):
         declared["disable_overlap_schedule"] = True
     declare_resolution(server_args, OURS, **declared)
-    _no_pages_by_default(server_args)
+    _avoid_default_pages(server_args)
 
 
-def _no_pages_by_default(server_args: ServerArgs) -> None:
-    """Pages of one token, unless pages or an attention backend were asked for."""
+def _avoid_default_pages(server_args: ServerArgs) -> None:
+    """Use pages of one token, unless pages or an attention backend were asked for."""
     paged = resolving_view(server_args).page_size not in (None, 1)
     if paged and not _asked(server_args, "attention_backend", "page_size"):
         declare_resolution(server_args, OURS, attention_backend="triton", page_size=1)
 
 
-def _room_for_tokens_without_kv(server_args: ServerArgs) -> None:
-    """Without attention a KV token takes no memory, and SGLang's default is as many as the longest
-    request has (pool_configurator.py:246), which keeps the states of a few prompts only.
+def _raise_token_limit_without_kv(server_args: ServerArgs) -> None:
+    """Raise the tokens of a model without attention, whose KV takes no memory: SGLang's default is
+    the length of the longest request (pool_configurator.py:246), room for a few prompts' states.
     """
     view = resolving_view(server_args)
     if _is_pure(server_args) and plans_checkpoints(view) and view.max_total_tokens is None:
@@ -351,8 +351,10 @@ def _room_for_tokens_without_kv(server_args: ServerArgs) -> None:
         declare_resolution(server_args, OURS, max_total_tokens=tokens)
 
 
-def _no_single_buffer_with_pages(server_args: ServerArgs) -> None:
-    """SGLang refuses this for hybrid models only, and before a default backend brings pages."""
+def _reject_no_buffer_with_pages(server_args: ServerArgs) -> None:
+    """Refuse `no_buffer` with pages: SGLang does so for hybrid models only, and before a default
+    attention backend brings pages.
+    """
     view = resolving_view(server_args)
     has_states = view.uses_mamba_radix_cache or _is_pure(server_args)
     if view.disable_radix_cache or not has_states or view.page_size in (None, 1):
@@ -369,14 +371,14 @@ def _no_single_buffer_with_pages(server_args: ServerArgs) -> None:
     )
 
 
-def _pools_that_run_full_together(server_args: ServerArgs) -> None:
-    """The default of --mamba-full-memory-ratio where checkpoints are planned: what the last
-    server's traffic asked for, or `CostModel.states_to_kv`. SGLang's is meant for a state per chunk
-    of a prefill, and planned ones are fewer.
+def _choose_states_to_kv_ratio(server_args: ServerArgs) -> None:
+    """Set the default of --mamba-full-memory-ratio if checkpoints are planned: the ratio that the
+    last server's traffic asked for, or `CostModel.states_to_kv`. SGLang's default is meant for a
+    state per chunk of a prefill, and planned ones are fewer.
 
-    Where pools lend each other room, states get about half of it, whatever the traffic. Elsewhere,
-    where prompts can only be short, they get more: a slot that no running request holds, every
-    other one, has no more KV beside it than the longest request.
+    If pools lend each other room, states get about half of it, whatever the traffic. Otherwise they
+    get more if prompts can only be short: a slot that no running request holds, every other one,
+    has no more KV beside it than the longest request.
     """
     view = resolving_view(server_args)
     if view.mamba_full_memory_ratio is not None or not plans_checkpoints(view):
@@ -408,12 +410,12 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
     declare_resolution(server_args, OURS, mamba_full_memory_ratio=ratio)
 
 
-def _kernels_that_leave_states(server_args: ServerArgs) -> None:
-    """Gated delta nets and KDA prefill with Triton, whose scan leaves states at any position.
+def _choose_prefill_kernels(server_args: ServerArgs) -> None:
+    """Have gated delta nets and KDA prefill with Triton, whose scan leaves states at any position.
 
     Without a flag SGLang chooses FlashInfer's scan on some GPUs when the model is loaded
     (linear/gdn_backend.py:191, linear/kda_backend.py:74), which leaves them every 64 tokens only,
-    or none that we take.
+    or none that we can store.
     """
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, hybrid_kda_config
 
@@ -428,9 +430,9 @@ def _kernels_that_leave_states(server_args: ServerArgs) -> None:
         declare_resolution(server_args, OURS, linear_attn_prefill_backend="triton")
 
 
-def _no_graph_over_mixers(server_args: ServerArgs) -> None:
-    """No CUDA graph of prefills where recurrent layers would be captured with the rest: a replay
-    repeats what they did at the capture, and leaves no states.
+def _disable_graphs_over_mixers(server_args: ServerArgs) -> None:
+    """Turn CUDA graphs of prefills off where they would capture recurrent layers with the rest: a
+    replay repeats what these did at the capture, and leaves no states.
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 

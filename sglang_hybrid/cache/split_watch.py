@@ -1,6 +1,6 @@
 """Two pools that would fit the traffic better: recent requests are replayed on other splits of the
-same memory, and in one memory, while the server runs. What would hit more is advice, with the flags
-that give it, and the next server divides its memory so (learnt_split.py).
+same memory, and in one memory, while the server runs. The split that would hit more becomes advice,
+with its flags, and the next server divides its memory so (learnt_split.py).
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class StateEvents(KVCacheEventRecorder):
             self._tell(node, self._told[node])
 
     def _count(self, node: Node | None, by: int) -> None:
-        """There are `by` more states at `node`, and so at or below all above it."""
+        """Count `by` more states at or below `node` and each node above it."""
         while node is not None and node is not self._root:
             told = self._known(node)
             told.states += by

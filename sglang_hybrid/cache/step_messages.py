@@ -12,7 +12,7 @@ Handlers: TypeAlias = list[tuple[type, Callable[[Any], None]]]
 
 
 class Source(Protocol):
-    """Something that has to tell all ranks."""
+    """A source of messages to all ranks."""
 
     def poll(self) -> Iterable[Any]:
         """The new messages, asked on the rank that receives requests, at every step."""
@@ -32,7 +32,7 @@ class StepMessages:
         self._unsent: dict[type, Any] = {}
 
     def poll(self) -> list[Any]:
-        """On the rank that receives requests, at every step: what goes with those of this step."""
+        """The messages to send with this step's requests, on the rank that receives requests."""
         for source in self._sources:
             for message in source.poll():
                 self._unsent[type(message)] = message

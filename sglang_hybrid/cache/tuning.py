@@ -170,7 +170,7 @@ class Tuning:
         return [] if switch is None else [switch]
 
     def switch(self, switch: PolicySwitch) -> None:
-        """On every rank at the same step: `switch` comes into force."""
+        """Put `switch` into force; called on every rank at the same step."""
         self._parts.use_policy(switch)
         if self.tuner is not None:
             self.tuner.on_adoption(switch)
@@ -190,11 +190,11 @@ class Tuning:
         return [self.splits.advice] if self.splits is not None and self.splits.advice else []
 
     def info(self) -> dict[str, Any] | None:
-        """For /server_info."""
+        """The tuner's counts for /server_info; None without a tuner."""
         return None if self.tuner is None else self.tuner.info()
 
     def recording(self) -> dict[str, Any] | None:
-        """For /server_info."""
+        """The recording's counts for /server_info; None if requests are not recorded."""
         return None if self.file is None else self.file.info()
 
 

@@ -2,8 +2,8 @@
 client.
 
 Clients of Anthropic and OpenAI name the answer to an earlier request. The two requests are compared
-part by part, in the order in which prompts depend on them. What is kept for that stays in the
-memory of the HTTP server, within a bound, and each tenant finds its own only.
+part by part, in the order in which prompts depend on them. Requests are kept for that in the memory
+of the HTTP server, within a bound, and each tenant finds its own only.
 
 Source of the fields: the vendors' pages on cache diagnostics, as of November 2026.
 """

@@ -28,7 +28,7 @@ class Rendering:
 
 
 class _Stopped(BaseException):
-    """Not an `Exception`: SGLang tries another form of the tools after any of those."""
+    """Carries a rendering. After an `Exception` SGLang would try other forms of the tools."""
 
     def __init__(self, rendering: Rendering) -> None:
         self.rendering = rendering

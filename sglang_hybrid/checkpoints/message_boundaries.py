@@ -1,8 +1,8 @@
 """Finds where messages begin in a prompt's token ids, learnt from the tokenizer's chat template.
 
-Short conversations are rendered with contents that differ in one message. What stays the same
-between two contents is the template's: the end of one message and the opener of the next. Where the
-first ends is told by the same conversation cut off there.
+Short conversations are rendered with contents that differ in one message. The text between two
+contents that stays the same is the template's: the end of one message and the opener of the next.
+The same conversation, cut off after the first message, shows where that one ends.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class Planner:
             self._note_whether_open(req, plan, was_open)
         batch.state_tracks = _tracks(tracked)
         if copied:
-            _copy_at_the_start(batch, copied)
+            _copy_live_states(batch, copied)
 
     def plan_decode(self, batch: ScheduleBatch) -> None:
         """Say which live states are copied before the decode step of `batch`, which is about to
@@ -268,7 +268,7 @@ def _tracks(tracked: list[tuple[int, PendingCheckpoint]]) -> StateTracks | None:
     )
 
 
-def _copy_at_the_start(batch: ScheduleBatch, copied: list[tuple[Req, PendingCheckpoint]]) -> None:
+def _copy_live_states(batch: ScheduleBatch, copied: list[tuple[Req, PendingCheckpoint]]) -> None:
     """Copy live states into slots on the forward's stream, before the forward changes them."""
     sources, targets = [_live_states(copied)], [_slots_of(copied)]
     if batch.mamba_cow_src_indices is not None:

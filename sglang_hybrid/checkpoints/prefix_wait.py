@@ -79,13 +79,13 @@ class PrefixWait:
         if self._planner is None:
             return False
         waited = self._waited.get(req) or 0
-        if waited >= LONGEST_WAIT or not self._state_is_coming_for(req):
+        if waited >= LONGEST_WAIT or not self._has_planned_state(req):
             return False
         self._stats.waited += not waited
         self._waited[req] = waited + 1
         return True
 
-    def _state_is_coming_for(self, req: Req) -> bool:
+    def _has_planned_state(self, req: Req) -> bool:
         assert self._planner is not None
         best = req.prefix_len + req.host_hit_length + WORTH_A_STEP
         usable = len(req.origin_input_ids) - 1

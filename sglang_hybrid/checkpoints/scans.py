@@ -35,8 +35,8 @@ class Scan:
         layers: classes of the layers that call `PrefillTracks`, by the backend or themselves, and
             the kernel that each launches for it on a GPU (None: the layer hands its states over, or
             its state is the window alone). A model's recurrent layers must all be among them.
-        every: tokens between the states that the scan itself leaves. What lies between two of them
-            is scanned again (`tails.py`); 1 if the states are taken at the positions themselves.
+        every: tokens between the states that the scan itself leaves. Tokens from one of them to a
+            position are scanned again (`tails.py`); 1 if states are taken at any position.
         copies_ends: whether states at the ends of sequences are copied from the live ones behind
             the scan, and a kernel writes those inside only: where the scan's chunk states may have
             the model's type, while live states have the pool's, and where it leaves no chunk

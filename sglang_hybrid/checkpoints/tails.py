@@ -79,7 +79,7 @@ class Tails:
             pool[self._slots[self._near]] = pool[self._starts[self._near]]
 
     def finish(self, pool: Tensor, left: Tensor | None, kernel: Any, **inputs: Tensor) -> None:
-        """Behind the scan: write all states.
+        """Write all states, after the scan.
 
         left: [1, count, Hv, Dv, Dk], what the scan left. kernel: SGLang's for the Triton scan.
         inputs: the scan's q, k, v, g and beta, each [1, T, ...].

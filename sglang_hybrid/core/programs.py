@@ -75,7 +75,7 @@ def program(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
 
 def versions() -> str:
-    """This package's version, and that of the SGLang beside it: what `--version` prints."""
+    """The versions of this package and of SGLang, as `--version` prints them."""
     try:
         sglang = f"sglang {version('sglang')}"
     except PackageNotFoundError:  # where only a router runs

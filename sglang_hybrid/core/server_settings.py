@@ -50,7 +50,7 @@ class Split:
     ) -> Split:
         """`budget` bytes, split as --mamba-full-memory-ratio does; None: as we default it. spills:
         the pools lend each other what they can, if states are large enough for that; there are two
-        slots at least then. What is left of a slot is KV.
+        slots at least then. Bytes that are no whole slot are KV.
         """
         kv_bytes, state_bytes = cost.kv_bytes_per_token, cost.state_bytes
         spilled = cost.spilled_tokens if spills else 0
@@ -76,7 +76,7 @@ class Split:
         return replace(self, spilled=0, parked=0)
 
     def bytes(self, cost: CostModel) -> int:
-        """Of both pools."""
+        """The bytes of both pools."""
         return self.kv_tokens * cost.kv_bytes_per_token + self.slots * cost.state_bytes
 
 

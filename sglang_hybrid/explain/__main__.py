@@ -34,7 +34,7 @@ from sglang_hybrid.serving.requests.secrets import read_key
 
 TIMEOUT = 60.0  # seconds; a busy server answers between two steps
 LONGEST = 500
-"""Characters of a server's sentence that are told."""
+"""Characters of a server's sentence that are printed."""
 
 
 class Failed(ValueError):

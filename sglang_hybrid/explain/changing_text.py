@@ -30,7 +30,7 @@ LEAST_TOKENS = 32
 """The least tokens that are equal again behind the text, for it to count."""
 
 MOST_TEXTS = 4
-"""Changing texts of one prompt that are passed."""
+"""Changing texts of one prompt that a comparison skips, at most."""
 
 MOST_PROMPTS = 8
 """Earlier prompts that one is compared with, the latest ones."""

@@ -42,7 +42,7 @@ class ResidencyReq(BaseReq):
 
 
 class ResidencyReqOutput(BaseReq):
-    """For each prefix the tier of its KV, and of the state at its end, if the model has states."""
+    """The tier of each prefix's KV, and of the state at its end, if the model has states."""
 
     places: list[tuple[str, str | None]] = msgspec.field(default_factory=list)
 

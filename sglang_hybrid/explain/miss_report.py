@@ -113,7 +113,7 @@ class Unstored(msgspec.Struct):
 
 
 class ExplainedRequest(msgspec.Struct):
-    """For a report on a recent request: what it found and left when it came.
+    """The part of a report on a recent request: what it found and left when it came.
 
     missed: as in its response. left: positions and kinds of the states that it left. refused: those
     that it wanted to leave and did not get. now: where it would resume if it were sent again.

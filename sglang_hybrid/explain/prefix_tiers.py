@@ -115,10 +115,10 @@ class DiskPrefixes:
             start = len(self._asked[parent][1]) if parent >= 0 else 0
             last = self._last_pages.get(parent)
             there = not start or last is not None
-            self._last_pages[each] = self._behind(last, start, key) if there else None
+            self._last_pages[each] = self._last_stored_page(last, start, key) if there else None
         return self._last_pages[asked]
 
-    def _behind(self, last: str | None, start: int, key: RadixKey) -> str | None:
+    def _last_stored_page(self, last: str | None, start: int, key: RadixKey) -> str | None:
         """The last page of `key`, of which `start` tokens are known to be there and to end in the
         page `last`; None if another is not there.
         """

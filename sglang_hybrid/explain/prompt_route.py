@@ -83,7 +83,7 @@ def _name(prompt: Any) -> str:
 async def prompt(route: str, request: Request) -> Response:
     """`{"input_ids": [...], "tenant": NAME}` for a body that ROUTE takes; NAME is `tenant_name`'s.
 
-    Of a batch it is the first prompt. What ROUTE refuses is refused with its status and body.
+    Of a batch it is the first prompt. A body that ROUTE refuses gets ROUTE's status and answer.
     """
     path = f"/{route}"
     if path not in ROUTES:

@@ -49,7 +49,7 @@ async def ask_ranks(manager: TokenizerManager, question: BaseReq, kind: Any) -> 
 
 @lru_cache(maxsize=16)
 def _communicator(manager: TokenizerManager, kind: type[Any]) -> FanOutCommunicator[Any, Any]:
-    """As SGLang makes its own (tokenizer_control_mixin.py, init_communicators)."""
+    """A communicator, made as SGLang makes its own (tokenizer_control_mixin.py)."""
     from sglang.srt.managers.communicator import FanOutCommunicator
     from sglang.srt.runtime_context import get_parallel
     from sglang.utils import TypeBasedDispatcher

@@ -37,7 +37,7 @@ WORTH_MENDING = 16
 UNLIKELY, LIKELY = THRESHOLDS
 
 SHOWN = 12
-"""Positions that are told one by one."""
+"""Positions that are named one by one."""
 
 
 def render(report: MissReport) -> Iterator[str]:

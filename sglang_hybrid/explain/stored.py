@@ -32,8 +32,8 @@ class StoredPath(NamedTuple):
 
 
 def stored_path(cache: HybridRadixCache, key: RadixKey) -> StoredPath:
-    """As SGLang's own walk (unified_tree_core.py:906-955), which cuts the edge that `key` covers in
-    part.
+    """The stored path of `key`, found as by SGLang's own walk (unified_tree_core.py:906-955), which
+    also cuts the edge that `key` covers in part.
     """
     tree, page = cache.tree_core, cache.page_size
     node, depth = tree.root_node, 0
@@ -114,8 +114,8 @@ class StoredPrefixes:
     def resume(
         self, path: Sequence[tuple[int, UnifiedTreeNode]], kv: int, prompt_len: int
     ) -> tuple[BelowDevice | None, ResumedFrom | None, int]:
-        """What must be loaded to resume deepest on a path with `kv` tokens, and where a request
-        resumes: its state, and the tokens that it skips.
+        """The copies to load to resume deepest on a path with `kv` tokens, the state that a request
+        resumes from, and the tokens that it skips.
         """
         below, used = self.below(path, prompt_len), self.deepest(path)
         if below is not None:  # what is loaded, or what is faster to compute from

@@ -1,4 +1,4 @@
-"""Hooks take hold when their modules are imported."""
+"""Installs hooks when their modules are imported."""
 
 from __future__ import annotations
 

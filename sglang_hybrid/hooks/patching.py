@@ -330,8 +330,8 @@ def install() -> None:
 
     The finder of patched modules stands right in front of Python's own finder of files: whatever
     waits for a module to be imported (hooks and the CPU platform's bindings, through wrapt) must
-    come first, whenever it was installed. What is needed for a model, a flag or a convenience, and
-    does not fit, is left out (`lacking`), and so is what is not wanted (`unwanted`).
+    come first, whenever it was installed. Changes for a model, a flag or a convenience that do not
+    fit are left out (`lacking`), and so are those that are not wanted (`unwanted`).
     Raises `PatchError` if a module that needs a patch or a hook has been imported already.
     """
     if any(isinstance(finder, PatchFinder) for finder in sys.meta_path):
@@ -373,9 +373,9 @@ def unwanted() -> set[Need]:
 
 
 def lacking_in(root: Path) -> dict[Need, Misfit]:
-    """As `lacking`, in files, none of which is imported. root: the folder that has `sglang/`.
+    """The result of `lacking` for files, which are not imported. root: the folder with `sglang/`.
 
-    What is left out may be what another change is cut against, so that goes, too.
+    A change that is cut against one that is left out is left out, too.
     """
     patches = load_patches().values()
     paths = {patch.path: root / patch.path for patch in patches}

@@ -44,8 +44,8 @@ def smaller_kv(pool: type, *_: Any) -> type:
 
 
 def smaller_latents(pool: type) -> Callable[..., Any]:
-    """As `smaller_kv`, for latent attention (MLA): what builds the pool, since the codec is known
-    only then.
+    """The same as `smaller_kv` for latent attention (MLA), as a function that builds the pool: the
+    codec is known only then.
     """
 
     def build(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def smaller_latents(pool: type) -> Callable[..., Any]:
 
 
 def smaller_states(pool: type) -> Callable[..., Any]:
-    """As `smaller_latents`, for states. Windows without values (lightning attention has no
+    """The same as `smaller_latents` for states. Windows without values (lightning attention has no
     convolution) are left out: SGLang takes their rows for strided, stages them, takes the staged
     ones for strided, and so on until the server ends (pool_host/mamba.py:596).
     """

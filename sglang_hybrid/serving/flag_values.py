@@ -98,7 +98,7 @@ class Ui(Enum):
 
 @dataclass(frozen=True)
 class CodecChoice:
-    """How copies of KV and states are stored.
+    """The codec of copies of KV and states, or how it is chosen.
 
     codec: one of `SMALLER_CODECS`, or how a flag says that there is none. error: largest difference
     of a log probability that copies may make, if the codec is chosen by that; 0 if it is not.
@@ -113,7 +113,7 @@ class CodecChoice:
         return self.error > 0 or self.codec in SMALLER_CODECS
 
     def __str__(self) -> str:
-        """As the value of a flag."""
+        """The value of a flag that means this choice."""
         return f"auto:{self.error:g}" if self.error else self.codec
 
 

@@ -58,7 +58,7 @@ def find_verdict(gpu: str, sglang: str) -> Verdict | None:
 
 
 def _known() -> Iterator[Verdict]:
-    """This machine's verdicts, then those that ship. A file that cannot be read has none."""
+    """Verdicts of this machine, then those that ship. A file that cannot be read has none."""
     with contextlib.suppress(RuntimeError):
         yield from read_verdicts(own_file())
     yield from read_verdicts(SHIPPED)

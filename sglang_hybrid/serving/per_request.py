@@ -23,7 +23,7 @@ class PerRequest(Generic[Value]):
         self.clear()
 
     def clear(self) -> None:
-        """No request has a value any more."""
+        """Forget the values of all requests."""
         self._name = f"_sglang_hybrid_{next(_numbers)}"
 
     def get(self, req: Req) -> Value | None:

@@ -45,7 +45,7 @@ SLOTS_PER_REQUEST = 3
 
 
 NVIDIA_DEVICES = Path("/dev")
-"""Where the driver shows each GPU, as a file `nvidia0`."""
+"""The folder in which the driver shows each GPU, as a file `nvidia0`."""
 
 MOST_RANKS = 1 << 16
 

@@ -36,7 +36,7 @@ def of_all_stages(value: T, params: CacheInitParams) -> list[T]:
 
 
 class AnotherRankFailed(RuntimeError):
-    """This rank could have gone on."""
+    """Raised on a rank that could have gone on, because another one failed."""
 
 
 class Ranks:
@@ -70,7 +70,7 @@ class Ranks:
         return largest
 
     def give_up(self) -> None:
-        """This rank failed; the others are told when they agree the next time."""
+        """Report that this rank failed; the others learn it when they agree the next time."""
         self._largest(1.0, 0.0)
 
     def has_equal_end(self, *, failed: bool) -> bool:

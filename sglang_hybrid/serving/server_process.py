@@ -137,7 +137,7 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        # What tidies up behind the others, multiprocessing's tracker of semaphores, ends last.
+        # Multiprocessing's tracker of semaphores, which cleans up after the others, ends last.
         _, left = psutil.wait_procs(children, timeout=TIDY_SECONDS)
         for child in left:
             child.kill()

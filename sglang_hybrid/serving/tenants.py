@@ -1,8 +1,8 @@
 """The tenant of a request: who may share what was computed, learnt, stored or noted.
 
 A tenant is an `extra_key`, a `cache_salt` and an adapter. An empty key or salt is none. Requests
-with none of the three are one tenant together. Whatever keeps something of a request keeps it under
-the name that `tenant` gives, and nothing else makes such a name:
+with none of the three are one tenant together. Every record of a request is kept under the name
+that `tenant` gives, and nothing else makes such a name:
 
     a prompt in a scheduler     `tenant_of(req)`
     a prompt on its way there   `tenant_of_sent(prompt)`
@@ -42,7 +42,7 @@ class NamedTenant(NamedTuple):
 
 
 Tenant: TypeAlias = NamedTenant | None
-"""None where there is neither a key nor a salt."""
+"""The tenant of a request; None if it has neither a key nor a salt."""
 
 FIELDS = ("extra_key", "cache_salt")
 """The fields in which a request names its tenant, beside its adapter."""

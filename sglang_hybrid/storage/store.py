@@ -56,5 +56,5 @@ class Store(Protocol):
     def close(self) -> None: ...
 
     def info(self) -> dict[str, Any]:
-        """For /server_info; counts over all tenants."""
+        """Counts over all tenants, for /server_info."""
         ...

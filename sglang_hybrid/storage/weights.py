@@ -36,7 +36,7 @@ def watch(store: Store) -> None:
 
 
 def watch_transfers(cache: Tiered) -> None:
-    """Before weights change or memory is released, copies in `cache` end."""
+    """Have copies in `cache` end before weights change or memory is released."""
     _caches.add(cache)
 
 

@@ -111,7 +111,7 @@ class DiskServer(TieredServer):
         self.cache.release_aborted_request(req.cache_request_handle)
 
     def settle(self) -> None:
-        """Until nothing is under way between any two tiers."""
+        """Wait until nothing is under way between any two tiers."""
         self._wait("still under way", self._under_way)
         self.poll()
 
@@ -250,11 +250,11 @@ class PlainTiers:
             held["disk"] |= held["host"]
 
     def computes(self, tokens: Sequence[int]) -> None:
-        """A request has computed these, or resumed from a part of them."""
+        """Note the tokens that a request has computed, or of which it resumed from a part."""
         self._computed |= {tuple(tokens[:end]) for end in range(1, len(tokens) + 1)}
 
     def depths(self, tokens: Sequence[int], tiers: Sequence[str]) -> set[int]:
-        """Where a prompt can be resumed from what these tiers have."""
+        """The depths at which a prompt can be resumed from what these tiers have."""
         kv = set().union(*(self.kv[tier] for tier in tiers))
         states = set().union(*(self.states[tier] for tier in tiers))
         found = {0}

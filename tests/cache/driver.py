@@ -94,12 +94,12 @@ class Sizes:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token: keys and values, a row of bfloat16 each."""
+        """Bytes of one token: keys and values, a row of bfloat16 each."""
         return 2 * 2 * (max(8, self.row) if self.shares else self.row)
 
     @property
     def state_bytes(self) -> int:
-        """Of one state: two values of bfloat16 of the window and four of the state by default."""
+        """Bytes of a state: two bfloat16 values of the window and four of the state by default."""
         return self.state_tokens * self.token_bytes if self.shares else 2 * (2 * 2 + 8)
 
     @property
@@ -109,7 +109,7 @@ class Sizes:
 
 
 KV_BYTES = Sizes(one_memory=True).token_bytes
-"""Of one token in one memory."""
+"""Bytes of one token in one memory."""
 ONE_MEMORY = {"one_memory": True, "state_tokens": 300}
 
 

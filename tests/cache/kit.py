@@ -29,7 +29,7 @@ def _inspected(params: Any, components: Any) -> HybridInspector:
 def use_policy(
     monkeypatch: pytest.MonkeyPatch, policy: str | None, admission: str = "judicious"
 ) -> None:
-    """From now on the kit builds `HybridRadixCache` under `policy`, or SGLang's own for None."""
+    """Have the kit build `HybridRadixCache` under `policy`, or SGLang's own cache for None."""
 
     def build(params: Any) -> UnifiedRadixCache:
         return HybridRadixCache(params, options(policy, admission), COST)

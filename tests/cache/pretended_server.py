@@ -261,7 +261,7 @@ class LendingServer(PretendedServer):
         return joined
 
     def _wait_for_loads(self) -> None:
-        """There are none."""
+        """Do nothing: there are no loads."""
 
 
 def lending_server(gpu: Gpu, sizes: Sizes, options: Any, chunk: int = 0) -> LendingServer:

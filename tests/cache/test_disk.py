@@ -266,7 +266,7 @@ def test_every_request_resumes_from_its_own_prefix(
 
 
 def test_an_idle_server_finds_the_deepest_state_that_any_tier_has(start: Start) -> None:
-    """Without failures between them: what the plain model has, a request finds."""
+    """A request finds what the plain model has, if nothing fails between the tiers."""
     source = random.Random(5)
     stems = [[source.randrange(5, 90) for _ in range(60)] for _ in range(3)]
     tiers = ("device", "host", "disk")

@@ -108,8 +108,8 @@ def test_who_wants_more_is_computed(wish: dict[str, Any], hit: int) -> None:
 
 @pytest.mark.parametrize("log_probabilities", [False, True])
 def test_a_retracted_request_goes_on_behind_its_answer(log_probabilities: bool) -> None:
-    """Also one that wants log probabilities from its prompt's last token on, so that it may resume
-    there only: no kept state answers it, and it leaves none.
+    """A request that wants log probabilities from its prompt's last token on may resume there only:
+    no kept state answers it, and it leaves none.
     """
     it = server()
     asked_twice(it)
@@ -147,7 +147,7 @@ def test_a_flush_forgets_them() -> None:
 
 
 def test_a_state_before_the_end_is_not_needed() -> None:
-    """That of the whole prompt and its KV suffice."""
+    """The state of the whole prompt and its KV suffice."""
     it = server("lru")
     asked_twice(it)
     it.serve(PROMPT, [7])

@@ -59,7 +59,7 @@ def test_an_open_session_of_sglangs_flag_returns_and_a_closed_one_has_ended() ->
 
 
 def test_a_request_that_ends_behind_its_sessions_close_does_not_return() -> None:
-    """Until the client opens a session of that name again."""
+    """The session returns once the client opens one of that name again."""
     it = server()
     refs = it.cache.session_refs
     it.cache.enable_session_radix_cache = refs.enable_session_radix_cache = True

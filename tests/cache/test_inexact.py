@@ -108,7 +108,7 @@ def test_nothing_inexact_is_called_exact(writes: str) -> None:
 
 
 def test_exact_parts_do_not_hold_up_copies_of_others() -> None:
-    """What must stay exact is not copied down, and what the device gives up after it is."""
+    """An entry that must stay exact is not copied down; entries that are evicted after it are."""
     flags = options("reuse", hybrid_offload_watermark=0.0)
     server = SignedServer.on(SIZES, flags, policy="write_through")
     set_speeds(server.cache, SLOW)

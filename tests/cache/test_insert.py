@@ -86,7 +86,7 @@ def tree(server: Server) -> Any:
 
 
 def starts_of_insertions(server: Server) -> list[int]:
-    """Where insertions begin from now on, in tokens."""
+    """A list that grows by the depth at which each insertion begins from now on, in tokens."""
     core: Any = server.cache.tree_core
     insert_below, starts = core.insert_below, []
 

@@ -38,7 +38,7 @@ def arguments(**given: Any) -> SimpleNamespace:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a server whose disk tier is in use."""
+    """The file of a server whose disk tier is in use."""
     monkeypatch.setenv("SGLANG_HYBRID_DISK_FOLDER", str(tmp_path))
     with tier_lock(make_tier(tmp_path), 1):
         pass
@@ -74,7 +74,7 @@ def test_where_machines_may_differ_or_the_folder_is_unknown_there_is_none(
 def test_without_a_disk_tier_it_is_among_the_cached_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
-    """Of each model and flags one of its own, in a folder that nobody else may read."""
+    """Each model, with its flags, has a file of its own, in a folder that nobody else may read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     path = split_path(arguments(**other))
     assert path is not None and path.parent == tmp_path / "caches" / "sglang_hybrid"
@@ -87,7 +87,7 @@ def test_without_a_disk_tier_it_is_among_the_cached_files(
 
 
 def test_a_user_without_a_home_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container under a user id that nobody knows: the server starts all the same."""
+    """A server in a container under an unknown user id has no home; it starts all the same."""
 
     def nobody() -> Path:
         raise RuntimeError("Could not determine home directory.")

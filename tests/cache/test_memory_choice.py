@@ -1,4 +1,4 @@
-"""Which servers keep KV and states in one memory, and what the log says where they do not."""
+"""Servers that keep KV and states in one memory, and the log of those that do not."""
 
 from __future__ import annotations
 

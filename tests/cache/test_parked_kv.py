@@ -24,7 +24,7 @@ MANY_SLOTS_AND_PAGES = replace(PAGES, states=24, kv=200)
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("name", KV)
 def test_kv_is_the_same_to_a_bit(name: str, page: int) -> None:
-    """In any places of any slots, and other slots are as they were."""
+    """KV is in any places of any slots, and other slots are as they were."""
     kv = [torch.randint(0, 100, tensor.shape).to(tensor.dtype) for tensor in KV[name]]
     states = torch.randn(3, 7, 2, 90)
     rows = ParkedRows(kv, states, page)
@@ -56,7 +56,7 @@ def test_states_that_have_no_room_are_refused() -> None:
 def test_what_is_hit_is_what_was_stored(
     seed: int, sizes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whoever resumes behind parked KV, also where little is copied at once; nothing is
+    """Requests resume behind parked KV, also where little is copied at once; nothing is
     approximate.
     """
     if seed % 2:
@@ -75,7 +75,7 @@ def test_what_is_hit_is_what_was_stored(
 
 @pytest.mark.parametrize("name", ["read", "write", "read_kv", "write_kv"])
 def test_a_wrong_copy_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the test above, whichever of the four goes wrong."""
+    """The test above fails, whichever of the four goes wrong."""
     copy = getattr(ParkedRows, name)
 
     def flipped(self: ParkedRows, first: torch.Tensor, *more: torch.Tensor) -> Any:

@@ -34,7 +34,7 @@ def flood(it: Server, count: int = 30, stamp: float = 2.0, apart: float = 0.01) 
 @pytest.mark.parametrize("one_memory", [False, True])
 @pytest.mark.parametrize("policy", ["reuse", "lru", "marconi", "gdsf"])
 def test_a_pinned_state_outlives_a_flood(policy: str, one_memory: bool) -> None:
-    """And without a pin it does not. A high pin counts as much as what is likeliest to return."""
+    """Without a pin it does not. A high pin counts as much as the entry likeliest to return."""
     more: dict[str, Any] = {"hybrid_alpha": 1.0} if policy == "marconi" else {}
     hits = []
     for pins in ([], [PinRequest(60, 300, Priority.HIGH)]):
@@ -58,7 +58,7 @@ def test_a_normal_pin_outlives_what_is_expected_later_than_its_end() -> None:
 
 
 def test_a_pin_ends_when_its_time_is_over() -> None:
-    """With the next request, or with the clock of the rank that receives them."""
+    """The next request ends it, or the clock of the rank that receives requests."""
     it = server(states=8, kv=400)
     ask(it, PinRequest(60, 300))
     assert pinned(it) == [60]
@@ -170,7 +170,7 @@ def test_sglangs_own_order_knows_no_pins() -> None:
 
 @pytest.mark.parametrize("days", [30, -30])
 def test_pins_outlive_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch, days: int) -> None:
-    """That of the rank that receives requests, and then the stamps of requests; time passes on."""
+    """A jump of the receiving rank's clock, or of later stamps, does not change a pin's time."""
     it = server(states=8, kv=400)
     clock, now = it.cache.step_clock, 1_000.0
     monkeypatch.setattr(clock, "read", lambda: now)

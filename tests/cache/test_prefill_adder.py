@@ -318,7 +318,7 @@ def test_a_prefill_that_is_sent_to_another_server_keeps_its_memory(
 
 
 def test_prompts_that_will_come_are_known_before_they_wait() -> None:
-    """As those of which a decode server has not said yet where to."""
+    """A prefill server knows of prompts before their decode server has said where to send them."""
     it = server()
     first, second = (it.arrive(run(100, 2) + run(90, 3 + k)) for k in range(2))
     adder = it.adder([first], coming=[second])
@@ -331,7 +331,7 @@ def test_prompts_that_will_come_are_known_before_they_wait() -> None:
 
 @pytest.mark.parametrize("late", [run(200, 2) + run(90, 3), run(40, 2) + run(90, 3)])
 def test_a_prompt_that_comes_between_chunks_branches_in_the_next_one(late: list[int]) -> None:
-    """Unless the branch is behind already."""
+    """A branch that was passed already is not taken."""
     here = Crowded("two pools", free=300)
     arrived = here.it.arrive(late)
     here.new_adder([arrived])

@@ -138,7 +138,7 @@ def _path(node: Any) -> tuple[int, ...]:
 
 
 def compare_victims(pool: Pool, cache: Any) -> None:
-    """From now on every victim of `pool` must be the one that the plain twin names."""
+    """Assert from now on that every victim of `pool` is the one that the plain twin names."""
     choose = pool.victim
     if isinstance(pool.policy, Gdsf):  # its twin remembers: tests/core/test_eviction.py
         return

@@ -38,8 +38,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
     monkeypatch.setattr(resolution, "model_config_of", lambda given: model)
     try:
         resolution.reject_unsupported_speculation(view)
-        resolution._no_stages_that_lose_router_states(view)
-        resolution._no_ranks_that_sglang_cannot_divide(view)
+        resolution._reject_pipeline_of_zaya(view)
+        resolution._reject_unsupported_tensor_parallelism(view)
     except ValueError as error:
         return str(error)
     return None
@@ -197,7 +197,7 @@ def test_ranks_that_would_norm_their_own_heads_are_refused(
     args: Any = SimpleNamespace(tp_size=ranks)
     wrong = pytest.raises(ValueError, match="leave out --tp-size")
     with wrong if is_refused else nullcontext():
-        resolution._no_ranks_that_sglang_cannot_divide(args)
+        resolution._reject_unsupported_tensor_parallelism(args)
 
 
 def test_minicpm_has_a_prefix_cache_where_its_attention_is_dense(

@@ -245,7 +245,7 @@ def test_under_all_a_chunks_end_pushes_out_the_oldest() -> None:
 
 
 def test_a_chunks_end_pushes_out_no_other_where_sglang_tracks_states() -> None:
-    """As for speculative decoding."""
+    """SGLang tracks states for speculative decoding."""
     it = Server.on(
         Sizes(extra_buffer=True, grid=64, kv=2_048, states=5),
         options("marconi"),
@@ -592,7 +592,7 @@ def test_metrics_have_the_labels_of_sglangs_own(rank: int | None) -> None:
 def test_the_slot_of_padding_is_no_requests(
     one_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one memory SGLang counts it among the state slots."""
+    """SGLang counts it among the state slots in one memory."""
     monkeypatch.setenv("SGLANG_HYBRID_SLOTS_PER_REQUEST", "9")
     server()
     memory, schedule = get_memory(), get_schedule()

@@ -35,7 +35,7 @@ from tests.examples import seeds
 SIZES = Sizes(kv=200, states=14, rows=6, context=128)
 PLACES = (0, 8, 16)
 TEXTS = [[[10 * place + text] * (2 + text) for text in range(2)] for place in range(3)]
-"""Of the segments at each place."""
+"""Texts of the segments at each place."""
 TENANTS = ({}, {"extra_key": "a"}, {"cache_salt": "s"})
 
 
@@ -132,7 +132,7 @@ class SegmentServer(TieredServer):
         return 0 if known is None else known.composed
 
     def key_of(self, req: Req) -> RadixKey:
-        """What the prompt of a request is looked up by, but for its last token."""
+        """The key by which a request's prompt is looked up: all of it but the last token."""
         return RadixKey(req.origin_input_ids[:-1], req.extra_key, cache_salt=req.cache_salt)
 
     def node_of(self, asked: Asked, number: int) -> Any:
@@ -364,7 +364,7 @@ def test_without_a_slot_the_prompt_is_whole_and_nothing_is_lost() -> None:
 def test_a_composed_state_that_cannot_be_copied_makes_the_prompt_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There was a slot for the state in the tree, but then none for the request."""
+    """The state in the tree had a slot, but then there was none for the request."""
     at = SegmentServer.made()
     at.compute(ONE)
     states = type(at.cache.components[MAMBA])
@@ -437,7 +437,7 @@ def test_where_no_states_are_composed_the_client_is_told(more: dict[str, Any], w
 
 
 class DeviceServer(SegmentServer):
-    """Without memory below the device."""
+    """A server without memory below the device."""
 
     builds = staticmethod(build_cache)
 
@@ -448,7 +448,7 @@ class DeviceServer(SegmentServer):
         return joined
 
     def poll(self) -> None:
-        """There are no copies."""
+        """Do nothing: there are no copies."""
 
     check = Server.check
 

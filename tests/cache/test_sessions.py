@@ -57,7 +57,7 @@ def session() -> Any:
 
 
 def test_a_first_turn_misses_slots_for_its_states() -> None:
-    """What is not taken is noted under the prompt, though the session holds the turn's node."""
+    """A state without a slot is noted under the prompt, though the session has the turn's node."""
     it = SessionServer.on(Sizes(states=9), options("reuse"), chunk=32)
     it.serve(run(40), [7])
     req = it.turn(session(), [*run(40), *run(60, 2)])
@@ -78,7 +78,7 @@ def test_a_first_turn_misses_slots_for_its_states() -> None:
 
 
 def test_a_first_turn_that_is_aborted_leaves_nothing() -> None:
-    """With pages a short prompt has no state that the tree could name."""
+    """A short prompt has no state that the tree could name, if there are pages."""
     it = SessionServer.on(Sizes(states=20, page=16, extra_buffer=True, grid=16), options("reuse"))
     free = it.free()
     req = it.turn(session(), run(5))
@@ -144,7 +144,7 @@ def test_a_turn_that_waits_stands_at_no_node_of_the_tree() -> None:
 @pytest.mark.parametrize("ranked", [False, True])
 @pytest.mark.parametrize("states", [0, 16])
 def test_a_turn_that_wants_all_of_its_prompt_begins_anew(*, states: int, ranked: bool) -> None:
-    """As one whose hidden states are wanted: SGLang asserts that what the tree has is kept."""
+    """A turn whose hidden states are wanted is one: SGLang asserts that stored tokens are kept."""
     it = SessionServer.on(Sizes(states=states), options("reuse"))
     one = session()
     it.complete(it.turn(one, run(60)), [7, 8])

@@ -283,8 +283,8 @@ def test_a_match_refreshes_only_the_state_it_uses(policy: str) -> None:
 def test_branch_points_land_on_the_checkpoint_grid(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where SGLang tracks the states. The kit empties a node behind the tree's back: the shadow
-    tree cannot know, so no check here.
+    """SGLang tracks the states here. The kit empties a node without calling the tree, so the shadow
+    tree is not compared.
     """
     use_policy(monkeypatch, policy, "all")
     kit = steps(core.MambaCheckpointGridFixtures, overshoot_config())

@@ -30,7 +30,7 @@ KV = {
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("name", KV)
 def test_a_state_is_the_same_to_a_bit(name: str, page: int) -> None:
-    """Of windows and states of other types, whose bytes are no multiple of anything."""
+    """Windows and states have other types, and their bytes are no multiple of anything."""
     kv = [tensor.clone() for tensor in KV[name]]
     states = [torch.randn(3, 6, 5, 3).bfloat16(), torch.randn(2, 6, 7), torch.randn(2, 6, 0)]
     rows = StateRows(kv, states, page)
@@ -62,7 +62,7 @@ def test_kv_that_is_not_kept_token_by_token_is_refused() -> None:
 @pytest.mark.parametrize("sizes", [SIZES, PAGES], ids=["tokens", "pages of 4"])
 @pytest.mark.parametrize("seed", seeds(3))
 def test_what_is_hit_is_what_was_stored(seed: int, sizes: Sizes) -> None:
-    """By whoever resumes from a spilled state; none is approximate."""
+    """Requests resume from spilled states; none is approximate."""
     server = Valued.on(sizes, options("reuse"), 16)
     hit, inexact = conversation(random.Random(seed), server)
     assert hit > 0
@@ -75,7 +75,7 @@ def test_what_is_hit_is_what_was_stored(seed: int, sizes: Sizes) -> None:
 
 
 def test_a_wrong_copy_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the test above."""
+    """The test above fails with it."""
     fetch = StateRows.fetch
     monkeypatch.setattr(
         StateRows, "fetch", lambda self, tokens, slot: fetch(self, tokens.flip(0), slot)

@@ -24,13 +24,13 @@ SPARE = 3
 """Slots beside the free ones, which running requests hold."""
 
 FEW_TOKENS, FEW_SLOTS, GOOD = Split(800, 9), Split(5_000, 2), Split(1_506, 8)
-"""Of about the same memory, beside running requests."""
+"""Splits of about the same memory, beside running requests."""
 
 
 def watch(
     room: Split, context: int = 600, path: Path | None = None
 ) -> tuple[SplitWatch, ServerSetup]:
-    """Of a server whose running requests leave `room`, after conversations."""
+    """The watch of a server whose running requests leave `room`, after conversations."""
     server = replace(
         DEFAULT,
         slots=room.slots + SPARE,
@@ -85,7 +85,7 @@ def test_one_memory_is_named_where_it_hits_more() -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Of a file in the folder of a disk tier."""
+    """The path of a file in the folder of a disk tier."""
     with tier_lock(make_tier(tmp_path), 1):
         return tmp_path / TIER / "a.split"
 

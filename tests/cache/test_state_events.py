@@ -41,12 +41,12 @@ class Block:
 
 
 def batch(events: Iterable[Any]) -> bytes:
-    """As it is published."""
+    """The message in which events are published."""
     return msgspec.msgpack.encode([0.0, list(events), 0])
 
 
 def sent(events: Iterable[Any]) -> list[dict[str, Any]]:
-    """As readers receive them."""
+    """The events as readers receive them."""
     decoded: list[dict[str, Any]] = msgspec.msgpack.decode(batch(events))[1]
     return decoded
 

@@ -116,7 +116,7 @@ def test_the_scheduler_waits_for_nothing_that_is_not_listed(
 
 
 def test_by_sglangs_direct_copies_it_waits_for_indices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is `--hicache-io-backend direct`, which `kernel`, the default, is without."""
+    """SGLang's `--hicache-io-backend direct` waits for indices; `kernel`, the default, does not."""
     at = watched(monkeypatch, "write_back", layout="page_first_direct")
     found = {str(wait) for wait in at.gpu.waits} - REMAINS.keys()
     assert found == WITH_DIRECT_COPIES.keys()
@@ -213,7 +213,7 @@ PLANTED = {
 
 
 def test_waits_that_somebody_adds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the step that copies in the background, say."""
+    """They are added to the step that copies in the background."""
     code = "def wait(cache):\n" + "".join(f"    {line}\n" for line in PLANTED.values())
     names: dict[str, Any] = {"torch": torch}
     exec(compile(code, str(PACKAGES["sglang_hybrid"] / "cache/planted.py"), "exec"), names)
@@ -291,7 +291,7 @@ def without_order_before_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_one_memory_are_cleared_and_moved_in_order(
     monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    """Behind copies of what was there; without either order it is seen."""
+    """Both wait for copies of what was there; a mistake in either order is seen."""
     mistake(monkeypatch)
     with pytest.raises(AssertionError, match=r"other tokens|another prefix"):
         for seed in range(24):
@@ -418,7 +418,7 @@ def lend_late(monkeypatch: pytest.MonkeyPatch, seed: int, sizes: Sizes) -> Prete
 def test_what_two_pools_lend_each_other_is_moved_between_forwards(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """In the forwards' stream, however late they are; and the host waits for nothing."""
+    """Copies are in the forwards' stream, however late these are; the host waits for nothing."""
     served = [lend_late(monkeypatch, seed, LENDING[name]) for seed in seeds(6)]
     assert all(moved(at.cache) for at in served)
     assert not any(at.gpu.waits for at in served)

@@ -136,9 +136,7 @@ def test_when_room_is_short_only_that_is_seen() -> None:
 
 
 def test_siblings_of_different_tenants_do_not_lay_checkpoints_for_one_another() -> None:
-    """Of prompts that wait together, those of another tenant are not looked at, whatever their
-    ids.
-    """
+    """Waiting prompts of another tenant are not looked at, whatever their ids."""
     it = server()
     document = run(200)
     waiting = [

@@ -370,7 +370,7 @@ def test_what_was_not_worth_its_copy_is_judged_again_after_its_next_use() -> Non
 
 
 def test_what_the_device_has_too_goes_before_what_must_be_computed() -> None:
-    """Of two prompts used alike, the one with a copy on the host is evicted."""
+    """The one with a copy on the host is evicted, of two prompts used alike."""
     at = server(policy="write_back")
     first, second = [11] * 60, [12] * 60
     hit(at, first)

@@ -108,7 +108,7 @@ def test_a_host_that_the_machine_has_no_memory_for() -> None:
 
 
 def test_a_host_whose_size_sglang_chooses() -> None:
-    """Without --hicache-ratio and --hicache-size."""
+    """Neither --hicache-ratio nor --hicache-size is given."""
     cache = build_tiered_cache(Sizes(), options("reuse"))
     arguments = ServerArgs(model_path="dummy")
     assert arguments.hicache_ratio is None

@@ -142,7 +142,7 @@ def test_a_reply_is_hit_to_its_end(buffers: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("states", [1, 40])
 def test_a_prompt_may_be_longer_than_all_windows(states: int) -> None:
-    """With and without slots for states at the ends of its chunks."""
+    """There may be slots for states at the ends of its chunks, or none."""
     sizes = Sizes(kv=2_000, states=states, window=WINDOW, kv_of_windows=150)
     server = served(sizes, chunk=64)
     for seed in range(4):
@@ -157,7 +157,7 @@ def test_a_prompt_may_be_longer_than_all_windows(states: int) -> None:
 def test_what_is_resumed_from_is_right_when_memory_is_short(
     policy: str, chunk: int, seed: int, buffers: dict[str, Any]
 ) -> None:
-    """Of KV, windows and states: each is evicted now and then. Some hits remain, and all end where
+    """KV, windows and states are each evicted now and then. Some hits remain, and all end where
     everything is as it was written.
     """
     source = random.Random(seed)

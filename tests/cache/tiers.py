@@ -99,7 +99,7 @@ FAST = Speeds.of(1e30, Link(1e12), Link(1e12))
 
 
 def set_speeds(cache: Any, speeds: Speeds) -> None:
-    """From now on ways are judged by these speeds, whatever is measured."""
+    """Judge ways by these speeds from now on, whatever is measured."""
     cache.speeds.speeds, cache.speeds.poll = speeds, lambda: []
 
 
@@ -190,11 +190,11 @@ class TieredServer(Server):
             tensor[:, self._row_of(int(slot))] = mark(tokens)
 
     def _rows_of(self, places: torch.Tensor) -> torch.Tensor:
-        """Where these ids of tokens lie now: they are rows, or name them in one memory."""
+        """The rows of these ids of tokens now: ids are rows, or name them in one memory."""
         return self.allocator.translate_kv_loc(places) if self.sizes.one_memory else places
 
     def _row_of(self, slot: int) -> int:
-        """The same of a state; nowhere is the row for padding."""
+        """The row of a state; 0, the row for padding, if the state has none."""
         return max(0, int(self.pool.translate_mamba_indices(torch.tensor([slot]))[0]))
 
     def _check_resumed(self, req: Req) -> None:
@@ -206,7 +206,7 @@ class TieredServer(Server):
         self._copy_state(req)
 
     def _resumed(self, req: Req) -> tuple[torch.Tensor, int | None]:
-        """Where the KV is that a request resumes from, and the slot of its state."""
+        """The ids of the KV that a request resumes from, and the slot of its state."""
         places = self.cache.prefix_device_indices(req)[: req.prefix_len].long()
         source = req.kv.mamba_cow_src_index
         slot = req.kv.mamba_pool_idx if source is None else source

@@ -1,4 +1,4 @@
-"""Where a block ends in a prompt's tokens, whatever follows it."""
+"""A block's end in a prompt's tokens is the same whatever follows the block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sglang_hybrid.serving.requests import encoded_pieces
 
 
 def position(tokenizer: Any, before: str, after: str, *, open_ended: bool = True) -> int | None:
-    """Of a block that ends between the two texts."""
+    """The position of a block that ends between the two texts."""
     place = BlockEnd([before + MARK + after], open_ended)
     (found,) = token_positions(
         tokenizer, {}, before + after, tokenizer(before + after)["input_ids"], [place]
@@ -48,7 +48,7 @@ def test_a_block_before_a_special_token_ends_with_its_last_token(tokenizer: Any)
 
 
 def test_a_word_that_may_go_on_is_left_out(tokenizer: Any) -> None:
-    """Behind `arch` may come `ive`: then its tokens would be others."""
+    """The word `arch` may go on as `archive`: then its tokens would be others."""
     before, after = "<|im_start|>user\nThe keeper of the arch", " of stone<|im_end|>"
     found = position(tokenizer, before, after)
     assert found is not None
@@ -71,7 +71,7 @@ def test_a_block_that_no_variant_continues_has_no_position(tokenizer: Any) -> No
 
 
 def test_tokens_that_are_not_the_prompts_have_no_position(tokenizer: Any) -> None:
-    """As when a reply's beginning was appended, or the text was tokenized another way."""
+    """The prompt differs if a reply's beginning was appended, or by another way of tokenizing."""
     ids = tokenizer.encode("other words here")
     place = BlockEnd(["some text" + MARK], True)
     assert token_positions(tokenizer, {}, "some text follows", ids, [place]) == [None]

@@ -212,7 +212,7 @@ def byte_level() -> Tokenizer:
 
 
 def word_pieces() -> Tokenizer:
-    """As SentencePiece does it: a blank is part of the word, and unknown characters are bytes."""
+    """A tokenizer like SentencePiece: a blank is part of the word, unknown characters are bytes."""
     letters = [chr(code) for code in range(0x21, 0x7F)]
     vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
     for piece in ("▁", *letters, "▁U", "▁US", "er", "us", "user", "▁[", "▁{"):

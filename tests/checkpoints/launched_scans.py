@@ -53,7 +53,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 HEADS, WIDTH, GROUPS, SIZE = (2, 16, 1, 16) if INTERPRETED else (4, 64, 2, 128)
 JET_SIZE = 96
-"""Of keys in Jet-Nemotron, whose blocks call the same scan: no power of two."""
+"""Size of keys in Jet-Nemotron, whose blocks call the same scan: no power of two."""
 CHUNK = 16 if INTERPRETED else 64
 CLOSE = 1e-4 if INTERPRETED else 5e-3
 """Largest error of a Mamba2 state; on a GPU the scan multiplies in tf32."""
@@ -147,7 +147,7 @@ class Batch:
 
 
 def check_mamba2(resumed: bool) -> None:
-    """As MambaMixer2 calls its scan, which reads no initial states if no sequence has any."""
+    """Check the scan as MambaMixer2 calls it: without initial states if no sequence has any."""
     borders = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK]
     batch = Batch([1, 2 * CHUNK + 5, CHUNK, 5], borders, (HEADS, WIDTH, SIZE), copies_ends=False)
     tokens, sequences = batch.bounds[-1], len(batch.bounds) - 1
@@ -191,7 +191,7 @@ def check_mamba2(resumed: bool) -> None:
 
 
 def check_gated_delta_net(dtype: torch.dtype, close: float, key_heads: int, size: int) -> None:
-    """As SGLang's backend calls the scan: half precision, states in place, ends copied behind."""
+    """Check the scan as SGLang's backend calls it: states in place, ends copied behind."""
     batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (HEADS, WIDTH, size), copies_ends=True)
     tokens = batch.bounds[-1]
     q, k = torch.randn(2, 1, tokens, key_heads, size).to(dtype)
@@ -241,8 +241,8 @@ def check_kda(dtype: torch.dtype, close: float) -> None:
 
 
 def check_lightning() -> None:
-    """As SGLang's backend runs its scan, of the one head size that it has on a GPU; states inside
-    are written in front of it, ends copied behind."""
+    """Check the scan as SGLang's backend runs it, with the one head size that it has on a GPU;
+    states inside are written before it, ends copied behind."""
     size, heads = 128, 2
     batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (heads, size, size), copies_ends=True)
     q, k, v = torch.randn(3, batch.bounds[-1], heads, size)

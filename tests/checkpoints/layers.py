@@ -194,7 +194,7 @@ def run_mamba2(case: Case) -> Outcome:
 
 
 RANK = 2
-"""Of Mamba1's time steps."""
+"""Rank of Mamba1's time steps."""
 
 
 def run_mamba1(case: Case, kind: type[MambaMixer1] = MambaMixer1) -> Outcome:
@@ -537,7 +537,7 @@ def run_gdn(case: Case, kernel: Any = None) -> Outcome:
 JET_KEYS, JET_VALUES = HEADS * K_DIM, HEADS * V_DIM
 JET_CHANNELS = 2 * JET_KEYS + JET_VALUES
 JET_PARTS = [JET_KEYS, JET_KEYS, JET_VALUES, HEADS, HEADS, JET_VALUES]
-"""Of the first projection: q, k, v, a, b and the gate."""
+"""Parts of the first projection: q, k, v, a, b and the gate."""
 
 
 def jet_block(case: Case) -> Any:

@@ -191,12 +191,12 @@ def test_lists_and_arrays_give_the_same(ours: Style) -> None:
 
 
 def head(role: str) -> str:
-    """Of Llama 3."""
+    """The header of a message of Llama 3."""
     return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
 
 
 def role(name: str) -> str:
-    """Of Granite."""
+    """The header of a message of Granite."""
     return f"<|start_of_role|>{name}<|end_of_role|>"
 
 

@@ -1,4 +1,4 @@
-"""Who waits for whose checkpoint: the first request of a family goes, the others follow it."""
+"""Requests with a common prefix wait for the checkpoint of the first one, which is computed."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_chunk_that_has_not_come_to_the_branch_lets_them_wait() -> None:
 def test_a_sibling_that_comes_during_a_prefill_gets_its_branch_from_the_next_chunk(
     computed: int, kept: list[int]
 ) -> None:
-    """Where the branch is not computed yet."""
+    """A branch that is not computed yet becomes a checkpoint."""
     house, (first, late) = House(), siblings(2)
     house.prefix_wait.now_waiting([first])
     house.admit(first)

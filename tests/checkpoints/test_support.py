@@ -1,4 +1,4 @@
-"""Where checkpoints are planned, and where a running request can do with one slot."""
+"""Settings in which checkpoints are planned, and in which a running request needs one slot."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -91,7 +91,7 @@ def test_pages_need_tracked_states(changed: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE", "NEXTN", "nextn", "STANDALONE"])
 def test_drafts_may_take_a_request_past_its_end(algorithm: str) -> None:
-    """So that the live state cannot be what it leaves."""
+    """The live state cannot be the one that it leaves then."""
     assert plans_checkpoints(flags(speculative_algorithm=algorithm))
     assert not one_slot_per_request(flags(speculative_algorithm=algorithm))
 

@@ -389,7 +389,7 @@ def test_which_prefills_are_split(
 
 
 def test_short_convolutions_of_several_ranks_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There one kernel adds up their inputs and convolves the sums."""
+    """One kernel adds up their inputs and convolves the sums."""
     assert "sums of several ranks" in str(why_split_on(2, runner(*INKLING), monkeypatch))
 
 

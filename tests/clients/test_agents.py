@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 PAGE = ROOT / "docs" / "clients.md"
 ASKED = ["Say hello 1", "Say hello 2", "Say hello 3", "Where is lantern 4?", "What is in room 5?"]
 CONTINUED = (1, 2)
-"""Of ASKED, those that are asked in the conversation of the one before."""
+"""Questions of ASKED that are asked in the conversation of the one before."""
 
 ANSWER_TOKENS = "64"
 

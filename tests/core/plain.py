@@ -24,7 +24,7 @@ class Facts:
 
 
 def ancestors(node: Node) -> list[Node]:
-    """From the parent up, root excluded."""
+    """The ancestors from the parent up, root excluded."""
     found = []
     above = node.parent
     while above is not None and above.parent is not None:

@@ -127,7 +127,7 @@ def test_what_another_model_gave_up_is_not_taken_back_from_this_one() -> None:
 
 
 def test_answers_that_nobody_comes_back_to_are_bounded() -> None:
-    """Without any return, nothing is known of how long to wait."""
+    """Nothing is known of how long to wait, if no session has returned."""
     model = AnswerModel()
     answers = [model.on_answer_end([1, 2, 3], float(time)) for time in range(WAITING + 10)]
     model.give_up(float(WAITING + 10))
@@ -157,7 +157,7 @@ def serve(
 
 @pytest.mark.parametrize("answer_bytes", [0, 64 << 20])
 def test_positions_are_told_apart_by_their_answers(answer_bytes: int) -> None:
-    """Of two sessions equally old and long, that which said goodbye is worth less, for the tenant
+    """The one that said goodbye, of two sessions equally old and long, is worth less for the tenant
     that taught it; without a model both are worth the same.
     """
     history, clock = History(TimeUnit.REQUESTS, answer_bytes=answer_bytes), Clock()

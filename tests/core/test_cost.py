@@ -336,8 +336,8 @@ def test_other_models_of_latent_attention_by_hand() -> None:
     ],
 )
 def test_published_sizes(name: str, parameters: float, state_bytes: int, kv_bytes: int) -> None:
-    """With all of its experts active, a token costs two FLOPs per parameter; the embedding and the
-    head are no part of the cost.
+    """A token costs two FLOPs per parameter, if all experts are active; the embedding and the head
+    are no part of the cost.
     """
     config = MODELS[name].get("text_config", MODELS[name])
     model = CostModel.from_config(config)

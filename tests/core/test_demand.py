@@ -72,7 +72,7 @@ def test_a_node_with_demand_goes_last_and_goes_in_its_order() -> None:
 
 @pytest.mark.parametrize("policy", [Lru(), Marconi(1.0)])
 def test_demand_is_no_lock(policy: Lru | Marconi) -> None:
-    """Where all is wanted, something goes all the same: a running request gets its room."""
+    """An entry is evicted for a running request even if waiting requests want all of them."""
     tree, nodes, pool = tree_of(3, policy)
     demand: DemandForNodes[int] = DemandForNodes(tree.move_demand)
     for number, node in enumerate(nodes):

@@ -341,7 +341,7 @@ def test_of_two_demands_the_latest_counts(first: int) -> None:
 
 
 def test_a_state_between_two_places_leaves_nothing_to_the_one_above() -> None:
-    """Who comes back resumes from the tail, which is there; not from the state above the middle."""
+    """Later requests resume from the tail, which is there; not from the state above the middle."""
     depths = {"above": 1000, "middle": 1500, "tail": 2000}
     tree, policy, _, nodes, _ = session_of_states(depths, 1900)
     above, middle, tail = nodes.values()

@@ -94,7 +94,7 @@ def sessions(history: History, clock: Clock, tenant: str, *, lies: bool, count: 
 
 
 def weights(history: History, clock: Clock, tenant: str) -> tuple[float, float]:
-    """Of two new sessions of `tenant`, one of which says that it ends; and of the other."""
+    """Weights of two new sessions of `tenant`: of one that says that it ends, and of the other."""
     found = []
     for hint in (Hint.ENDS, None):
         node = serve(history, clock, [7_000 + (hint is None)] * 30, tenant, hint)
@@ -132,8 +132,8 @@ def test_hints_are_not_heard_where_answers_do_not_count() -> None:
 
 
 def test_seconds_are_believed_as_far_as_they_are_usual() -> None:
-    """At first as they are said; where they are always half of what passes, twice as many; where
-    they have nothing to do with it, not at all.
+    """They are believed as said at first; as twice as many if they are always half of the time that
+    passes; not at all if they have nothing to do with it.
     """
     times = SaidTimes()
     assert times.expected(20.0) == pytest.approx(20.0)

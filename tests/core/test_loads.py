@@ -48,11 +48,11 @@ class Device:
         return self.sizes[name], True
 
     def begin_due(self, free_in: float = 0.0) -> tuple[list[str], float]:
-        """At 100 bytes a second, on a server that prefills for so many seconds more."""
+        """Begin due loads, at 100 bytes a second, on a server that prefills `free_in` seconds."""
         return self.loads.begin_due(list(self.sizes), 0.0, 100.0, busy=free_in)
 
     def arrive(self, name: str) -> None:
-        """The bytes for `name` are on the device, so it need not load them."""
+        """Note that the bytes for `name` are on the device, so it need not load them."""
         self.sizes[name] = 0
         self.loads.on_arrival(name)
 

@@ -47,15 +47,15 @@ KINDS = {
     "mamba2": ("Mamba-2", "mamba2"),
     "falcon_mamba": ("Mamba-1", "falcon-mamba"),
 }
-"""By the model type: the kind of its recurrent layers, and the embedded model that has them."""
+"""The kind of a model type's recurrent layers, and the embedded model that has them."""
 
 SIZED = {"Qwen3.8-Flash-Next" if name == "Qwen4-Exp" else name: MODELS[name] for name in MODELS}
 SIZED["Qwen3.8-Flash-Next"] = FLASH_NEXT
-"""As MODELS, with the published model of a class of which a smaller one is rehearsed."""
+"""The models of MODELS, with the published one of a class of which a smaller one is rehearsed."""
 
 
 def behind(link: Link, cost: CostModel) -> str:
-    """From how many tokens on a state and its KV are loaded sooner than computed, with what a GPU
+    """The least tokens whose state and KV are loaded sooner than computed, at the speeds that a GPU
     server assumes until it has measured.
     """
     tokens = 1
@@ -67,7 +67,7 @@ def behind(link: Link, cost: CostModel) -> str:
 
 
 def compared_with(embedded: str) -> str:
-    """Who says what the embedded model should answer (`tests.reference`)."""
+    """The reference for the answers of the embedded model (`tests.reference`)."""
     kind = json.loads((ensure_tiny_model(embedded) / "config.json").read_text())["model_type"]
     if kind not in TWINS:
         return "transformers"
@@ -104,7 +104,7 @@ def row(name: str) -> list[str]:
 
 
 def test_sizes_of_states() -> None:
-    """Where they differ the test writes the table anew, and fails once."""
+    """The page has the sizes; if they differ the test writes the table anew, and fails once."""
     before = PAGE.read_text()
     with table(PAGE, "sizes", COLUMNS, list(SIZED)) as rows:
         rows.update({name: row(name) for name in SIZED})

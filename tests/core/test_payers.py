@@ -1,5 +1,5 @@
-"""Who shares is one question, who pays is another: a client that names a salt with each request
-replaces its own entries, as one that names none does.
+"""The payer of an entry need not be the tenant that shares it: a client that names a salt with each
+request replaces its own entries, as one that names none does.
 """
 
 from __future__ import annotations

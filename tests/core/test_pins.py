@@ -181,7 +181,7 @@ def test_states_of_two_pools_are_bounded_apart() -> None:
 
 
 def test_all_tenants_together_pin_half_of_the_memory() -> None:
-    """Of the tenant with most, the pin that ends first gives way."""
+    """The pin that ends first gives way, of the tenant with most."""
     tree, nodes, _ = tree_of([100] * 7, Lru(), share=0.4, room=10 * LEAF)
     for number in range(4):
         tree.pins.pin(nodes[number], PinRequest(100, 60 - number), "a")
@@ -202,7 +202,7 @@ def test_all_tenants_together_pin_half_of_the_memory() -> None:
 def test_of_what_is_full_the_tenant_with_most_gives_way(
     room: PinRoom, most_kv: list[int], most_states: list[int], loses: str
 ) -> None:
-    """Not the one that has most of the other kind, of which there is enough."""
+    """The tenant that has most of the other kind, of which there is enough, loses nothing."""
     tree, nodes, _ = tree_of([*most_kv, *most_states, 400], Lru())
     tree.pins = Pins(COST, room, share=0.5)
     tree.pins.follow(tree.clock, tree.mark_dirty)
@@ -216,7 +216,7 @@ def test_of_what_is_full_the_tenant_with_most_gives_way(
 
 
 def test_use_begins_the_lifetime_anew() -> None:
-    """Of all pins on the path of what is resumed."""
+    """All pins on the path of the position that is resumed begin anew."""
     tree, (above,), _ = tree_of([100], Lru())
     below = tree.add(above, "below", 50)
     tree.give_state(below, Kind.TAIL)
@@ -237,7 +237,7 @@ def test_a_pin_can_be_made_longer_and_more_important() -> None:
 
 
 def test_a_pin_stays_with_its_position_when_an_edge_is_cut() -> None:
-    """Where KV alone is enough, a position may lie within an edge."""
+    """The position may be within an edge if KV alone is enough."""
     cost = CostModel(linear=1, quadratic=0, windows=(), kv_bytes_per_token=8, state_bytes=0)
     tree = NodeTree(pins=Pins(cost, PinRoom(10_000), 0.5))
     node = tree.add(tree.root, "a", 100)
@@ -254,7 +254,7 @@ def test_a_pin_stays_with_its_position_when_an_edge_is_cut() -> None:
 
 @pytest.mark.parametrize("deeper_first", [False, True])
 def test_the_deeper_of_two_pins_on_an_edge_outlives_a_cut_between_them(deeper_first: bool) -> None:
-    """With the higher priority and the longer lifetime of both, in whichever order they came."""
+    """It has the higher priority and the longer lifetime of both, in whichever order they came."""
     cost = CostModel(linear=1, quadratic=0, windows=(), kv_bytes_per_token=8, state_bytes=0)
     tree = NodeTree(pins=Pins(cost, PinRoom(10_000), 0.5))
     node = tree.add(tree.root, "a", 100)

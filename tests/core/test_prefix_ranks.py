@@ -46,7 +46,7 @@ def test_a_longer_prefix_counts_more() -> None:
 
 
 def test_another_tenants_prefix_steers_nobody() -> None:
-    """Where `b` is sent is the same whatever `a` has sent."""
+    """The rank of `b`'s prompts is the same whatever `a` has sent."""
     alone, beside = Controller(), Controller()
     for kind in range(40):
         prompt = tokens(10 * BLOCK, kind)

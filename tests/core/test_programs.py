@@ -49,7 +49,7 @@ def test_a_mistake_of_ours_is_none_of_the_user() -> None:
 
 
 def test_a_program_whose_output_nobody_reads_any_more_ends_in_silence() -> None:
-    """As before `head`, which ends after some lines."""
+    """The program writes to a pipe such as `head`, which ends after some lines."""
     code = (
         "from sglang_hybrid.core.programs import program\n"
         "from sglang_hybrid.core.sentences import say\n"

@@ -233,7 +233,7 @@ def test_the_probability_of_a_return_is_the_share_of_a_class_that_returned() -> 
 
 
 def test_positions_on_the_way_are_worth_what_leaves_there() -> None:
-    """Of 40 requests that left at an end or before it, 30 left before it."""
+    """40 requests left at an end or before it, 30 of them before it."""
     index, end = ReuseIndex(unit=1.0), reuse_class_of(0, 500, 1)
     for number in range(40):
         index.on_request(float(number))
@@ -325,7 +325,7 @@ class PlainIndex:
         self.every.append(self.open[interval_id])
 
     def rates(self) -> dict[int, list[float]]:
-        """Of each class, by bin of age."""
+        """Rates of each class, by bin of age."""
         known = {of: (np.zeros(BINS), np.zeros(BINS)) for of in self.seen}
         for one in self.every:
             length = self.now - one.since if one.length is None else one.length

@@ -204,7 +204,7 @@ def test_the_clock_never_runs_backwards() -> None:
 def test_requests_count_as_seconds_only_where_no_time_is_told(
     tell: Callable[[Clock, float], None],
 ) -> None:
-    """By stamps of other requests, or without one."""
+    """The time is told by stamps of other requests, or without one."""
     clock = Clock()
     for _ in range(3):
         clock.advance()

@@ -1,4 +1,4 @@
-"""Who holds most, against a plain dictionary."""
+"""The tenant that holds most, compared with a plain dictionary."""
 
 import pytest
 from hypothesis import given

@@ -80,7 +80,7 @@ def test_victims_that_are_all_written_down_differ_by_their_loads_only() -> None:
 
 
 def test_the_next_victims_give_back_what_is_needed_and_no_more() -> None:
-    """In the order in which they would go. What saves nothing goes first, and counts."""
+    """They are in the order of eviction. A node that saves nothing is evicted first, and counts."""
     cache = Cache(Lru())
     leaves = [cache.leaf(1_000, DEVICE) for _ in range(3)]
     each = 1_000 * COST.kv_bytes_per_token + COST.state_bytes
@@ -372,7 +372,7 @@ def test_the_next_victims_are_those_that_would_go_one_by_one(
     changes: list[tuple[str, int, int, bool]],
     rng: random.Random,
 ) -> None:
-    """And those of them that may be copied are those of which the host lacks something."""
+    """Victims that may be copied are those of which the host lacks something."""
     cache = Cache(Lru())
     pool = TierPool(DEVICE, scarce, COST, make_policy(), cache.tree.clock, cache.rates)
     cache.tree.listen(pool)

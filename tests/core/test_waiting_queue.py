@@ -1,4 +1,4 @@
-"""Who runs next: the orders, the bound on overtaking, and what a round costs."""
+"""The request that runs next: orders, the bound on overtaking, and the cost of a round."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_first_come_looks_at_nobody() -> None:
 
 
 def test_cars_classes() -> None:
-    """On the device, nothing, to load; first-come within each (CaR III B 1)."""
+    """Classes in order: on the device, nothing, to load; first-come within each (CaR III B 1)."""
     waiting = line(Car(8), load=LOADED, cold=hit(0), little=hit(0.1), cold_2=hit(0), much=hit(0.9))
     assert waiting.arrange() == ["little", "much", "cold", "cold_2", "load"]
 
@@ -118,7 +118,7 @@ def test_priorities_are_above_all() -> None:
 
 
 def test_who_urgent_requests_push_out_of_the_window_is_the_latest() -> None:
-    """So nobody behind the window can be overtaken by somebody in it."""
+    """No request behind the window can then be overtaken by one in it."""
     waiting = line(Window(2), with_priorities=True, cold=hit(0), warm=hit(0.9))
     assert waiting.arrange() == ["warm", "cold"]
     waiting.add("urgent", hit(0), priority=-1)

@@ -20,7 +20,7 @@ from tests.serving.telemetry.test_metrics import Bytes, Cache
 
 
 def exported(registry: CollectorRegistry) -> set[str]:
-    """With everything on that has metrics of its own; registry: as of `test_metrics`."""
+    """Names of metrics, with everything on that has some; registry: as of `test_metrics`."""
     cache: Any = Cache("marconi", 1.0, **dict.fromkeys(TUNER, 0.0))
     cache.stats.admitted["branch"] = cache.stats.skipped["no_slot"] = cache.stats.evicted[
         "leaf"

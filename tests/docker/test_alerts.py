@@ -64,7 +64,7 @@ COUNTS = {
     'sglang_hybrid_router:wrong_predictions_total{server="http://a"}': "0+1x330",
     "up": "1x330",
 }
-"""Of a server and a router that are well: samples every five minutes, as promtool writes them."""
+"""Samples of a healthy server and router, every five minutes, as promtool writes them."""
 
 FAULTS: dict[str, tuple[set[str], dict[str, str]]] = {
     "nothing": (set(), {}),
@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[set[str], dict[str, str]]] = {
         {'sglang_hybrid_router:wrong_predictions_total{server="http://a"}': "0+30x330"},
     ),
 }
-"""By what is wrong: the alerts that fire, and samples that are others."""
+"""Faults: for each the alerts that fire, and the samples that differ."""
 
 
 @pytest.mark.slow

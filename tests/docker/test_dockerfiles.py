@@ -31,7 +31,7 @@ def test_versions(dockerfile: Path, text: str) -> None:
     "dockerfile", sorted(CUDA.parent.glob("Dockerfile*")), ids=lambda path: path.name
 )
 def test_a_lock_is_installed_with_its_hashes(dockerfile: Path) -> None:
-    """And our package with the tools of a lock, not with what its index has today."""
+    """Our package is built with the tools of a lock, not with what its index has today."""
     commands = dockerfile.read_text().replace("\\\n", " ").split("&&")
     locks = [command for command in commands if ".lock" in command and " -r " in command]
     assert locks and all("--require-hashes" in command for command in locks)

@@ -36,7 +36,7 @@ def resources() -> list[dict[str, Any]]:
 
 
 def containers() -> Iterator[dict[str, Any]]:
-    """Of the cluster and of compose, with the arguments of each as `args`."""
+    """Containers of the cluster and of compose, with the arguments of each as `args`."""
     for each in resources():
         if "template" in each["spec"]:
             yield from each["spec"]["template"]["spec"]["containers"]

@@ -1,4 +1,4 @@
-"""Where two prompts part and go on alike, by worked examples."""
+"""Positions at which two prompts part and go on alike, by worked examples."""
 
 from __future__ import annotations
 

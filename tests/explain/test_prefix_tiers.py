@@ -1,4 +1,4 @@
-"""Where prefixes are stored: on the tree as it is, for each tenant its own."""
+"""Tiers that store prefixes: of the tree as it is, and of each tenant's own prefixes only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cache.test_rules import evict_states, run
 from tests.explain.test_explain import server
 
 PREFIXES = [(-1, run(20)), (0, run(40)[20:]), (1, run(60)[40:]), (0, run(9, 5))]
-"""Of 20, 40 and 60 tokens, and one that leaves them after 20."""
+"""Prefixes of 20, 40 and 60 tokens, and one that leaves them after 20."""
 
 
 def places(it: Server, prefixes: Any = PREFIXES, **whose: str) -> list[tuple[str, str | None]]:

@@ -115,7 +115,7 @@ def test_a_change_is_made_where_those_before_it_are_left_out() -> None:
 
 @pytest.mark.parametrize("path", patching.load_patches())
 def test_a_comment_in_a_file_of_sglang_changes_nothing(path: str) -> None:
-    """In front of the file and behind it."""
+    """Comments are added before the file's text and after it."""
     released = Path(str(importlib.metadata.distribution("sglang").locate_file(path))).read_bytes()
     patch = patching.load_patches()[path]
     made = patch.apply(released)

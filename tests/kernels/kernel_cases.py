@@ -19,7 +19,7 @@ RECENT = 8  # tokens
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
-"""Where Triton kernels are launched; the tests make their tensors and compare them on the CPU."""
+"""The device of Triton kernels; the tests make their tensors and compare them on the CPU."""
 
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait for the first
 

@@ -32,7 +32,7 @@ BATCHES = [[TOKENS // SEQUENCES] * SEQUENCES, [TOKENS]]
 
 
 class Memory:
-    """Where the tensors without memory stand."""
+    """The addresses of the tensors without memory."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

@@ -59,7 +59,7 @@ def test_a_launch_returns_the_transition_of_the_definition(
 
 
 def test_a_planted_error_is_seen() -> None:
-    """Of the order of the rule's two factors, and of tokens in reverse."""
+    """Errors are the order of the rule's two factors, and tokens in reverse."""
     d = Draw(0)
     k, g, beta = d.normal(9, 1, 16), -d.uniform(0, 1, 9, 1, 16), d.uniform(0, 1, 9, 1)
     inputs = [placed(each) for each in (k, g, beta)]

@@ -51,7 +51,7 @@ def both(tensors: list[Tensor], codec: Codec) -> tuple[InPlace, list[Tensor], li
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.BF16])
 @pytest.mark.parametrize("name", POOLS)
 def test_the_kernels_do_what_plain_torch_does(name: str, codec: Codec) -> None:
-    """To a bit, where a place is among the slots, and where it is not."""
+    """They agree to a bit, whether a place is among the slots or not."""
     layers, shape, dtype = POOLS[name]
     if codec is Codec.BF16 and dtype is not torch.float32:
         pytest.skip("it makes nothing smaller")

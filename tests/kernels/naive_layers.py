@@ -18,7 +18,7 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32, over: float = 1.0
 
 
 class UnquantizedLinearMethod:
-    """Of the name by which a plain product is known."""
+    """A class with the name by which a plain product is known."""
 
 
 class Layer(nn.Module):
@@ -41,7 +41,7 @@ class Layer(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Known by this name."""
+    """A norm, which is known by this name."""
 
     def __init__(self, width: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

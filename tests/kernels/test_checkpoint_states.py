@@ -80,7 +80,7 @@ def mamba2(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def test_nothing_is_launched_for_no_target() -> None:
-    """With tensors on the CPU every launch fails."""
+    """Every launch would fail with tensors on the CPU."""
     cu_seqlens = torch.tensor([0, 70])
     cs.save_ssd_states(torch.zeros(3, 2, 32, 16), targets(0), **mamba2())
     cs.save_delta_states(

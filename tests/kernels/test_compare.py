@@ -49,7 +49,7 @@ def test_it_needs_a_gpu(
 
 @pytest.mark.slow
 def test_both_are_the_states_of_the_definition() -> None:
-    """With a scan of mamba-ssm's signature in its place, which is exact."""
+    """An exact scan of mamba-ssm's signature stands in its place."""
     command = [sys.executable, "-c", WITHOUT_A_DEVICE]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

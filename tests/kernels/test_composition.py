@@ -20,7 +20,7 @@ from sglang_hybrid.kernels.composition import (
 )
 
 BOUNDS = [0, 7, 8, 18, 27]
-"""Where the segments begin and end, in tokens; one of them has a single token."""
+"""The tokens at which segments begin and end; one of the segments has a single token."""
 TOKENS, HEADS, KEYS = BOUNDS[-1], 2, 8
 
 State = Callable[[list[int], Tensor | None], Tensor]

@@ -20,7 +20,7 @@ LAYERS = {"Qwen3-Next-80B": (16, 32, False), "Kimi-Linear-48B": (32, 32, True)}
 
 
 def launches(name: str, dtype: torch.dtype = torch.bfloat16, begin: int = 3) -> list[Launch]:
-    """Those of a segment that begins at this token of a batch."""
+    """The launches of a segment that begins at this token of a batch."""
     key_heads, heads, by_channel = LAYERS[name]
     mixed = torch.zeros(90, 3 * 128 * heads, dtype=dtype)
     k = mixed[begin:, 128 * heads :][:, : 128 * key_heads].unflatten(-1, (key_heads, 128))

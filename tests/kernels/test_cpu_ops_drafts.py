@@ -151,7 +151,7 @@ def test_likely_tokens_are_kept() -> None:
 def test_a_token_of_a_tree_sees_its_path(
     seed: int, sink: bool, window: int | None, cap: float
 ) -> None:
-    """As in a sequence that has nothing but its path behind the older tokens."""
+    """Its output is that of a sequence with nothing but its path behind the older tokens."""
     d, older = Draw(seed), 6
     q, k, v = d.normal(NODES, 4, 8), d.normal(older + NODES, 2, 8), d.normal(older + NODES, 2, 8)
     path = paths(drawn_parents(d, 1, NODES))[0]
@@ -357,7 +357,7 @@ def test_mamba2_states_behind_drafts_are_those_of_their_paths(seed: int, tree: b
 
 
 def test_the_accepted_state_becomes_the_requests() -> None:
-    """And the one that is tracked goes to its slot; -1 is none."""
+    """The tracked state goes to its slot; -1 is none."""
     d = Draw(7)
     pool = SimpleNamespace(
         temporal=d.normal(2, 8, 4),

@@ -148,7 +148,7 @@ def test_decode_updates_its_slots_and_no_others(seed, rows, with_padding):
 @few
 @given(seeds, st.one_of(batches(), st.just([1, 1, 1])), st.booleans())
 def test_what_jet_nemotron_calls_ends_in_its_slots(seed, lengths, with_padding):
-    """Of some tokens, or of one for each sequence: a decode step."""
+    """It is called for some tokens, or for one of each sequence: a decode step."""
     cu, n = bounds(lengths), len(lengths)
     (q, k, v, g, beta), slots, pool = prefill(seed, lengths, HEADS, with_padding)
     before, left = pool.clone(), pool.clone()

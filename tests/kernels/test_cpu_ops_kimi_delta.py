@@ -77,7 +77,7 @@ def test_prefill_updates_the_pool_and_returns_states_at_chunk_starts(
 
 
 def test_a_gate_that_is_given_is_taken():
-    """As SGLang calls the scan without A_log and with betas behind their sigmoid."""
+    """SGLang also calls the scan without A_log and with betas behind their sigmoid."""
     d = Draw(1)
     q, k = d.normal(1, 70, HEADS, K_DIM), d.normal(1, 70, HEADS, K_DIM)
     v, beta = d.normal(1, 70, HEADS, V_DIM), d.uniform(0, 1, 1, 70, HEADS)

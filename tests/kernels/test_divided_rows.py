@@ -27,7 +27,7 @@ POOLS = {
 
 
 def launches(name: str, first: int) -> list[Launch]:
-    """Of coding and decoding slots whose lists begin at `first` of a tensor."""
+    """The launches of coding and decoding slots whose lists begin at `first` of a tensor."""
     tensors, parts = POOLS[name]
     rows = tensors[0][0, 0, ..., 0].numel()
     layers = sum(map(len, tensors))

@@ -60,7 +60,7 @@ def test_all_prefills_of_a_server_launch_what_its_start_has_compiled(layer: Laye
 
 
 def test_another_model_needs_variants_of_its_own() -> None:
-    """So that the comparison above can fail."""
+    """The comparison above can fail."""
     ours = LAYERS["Nemotron-H-8B"]
     batch = ([64], [0], [(0, 5)])
     key = variants(noted(lambda: prefill(ours, *batch)))

@@ -34,7 +34,7 @@ Tensors = dict[str, Tensor]
 
 
 def mamba2(d: Draw, tokens: int, shape: tuple[int, ...]) -> tuple[Tensors, Tensors]:
-    """At the scale of trained models."""
+    """Inputs of Mamba2 at the scale of trained models."""
     heads, groups, width, size = shape
     moving = {"x": d.normal(tokens, heads, width), "dt": d.normal(tokens, heads)}
     moving |= {name: d.normal(tokens, groups, size) for name in "BC"}
@@ -246,7 +246,7 @@ def test_the_output_of_mamba2_can_be_gated_elsewhere_and_steps_limited():
 
 
 def test_strong_decay_loses_no_precision():
-    """In Mamba2 sums of dt * A far below what float32 resolves must not blur small differences; in
+    """Sums of dt * A of Mamba2 far below what float32 resolves must not blur small differences; in
     Mamba1 nothing overflows.
     """
     d = Draw(4)

@@ -102,7 +102,7 @@ class _Replacements(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Empty(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing in it."""
+        """Do nothing: the module is empty."""
 
 
 class Pretence:

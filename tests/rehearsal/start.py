@@ -28,7 +28,7 @@ from tests.rehearsal import models
 from tests.rehearsal.machine import MACHINES, Pretence, made_on
 
 WEIGHTS_SHARE = 0.6
-"""Of a GPU's memory: larger weights count as so much, as if they were quantized or sharded."""
+"""Share of a GPU's memory: larger weights count as so much, as if quantized or sharded."""
 
 
 SPILLS = "a state without a slot lies in the place of "

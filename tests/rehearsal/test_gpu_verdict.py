@@ -32,8 +32,8 @@ FAILED = msgspec.structs.replace(
 
 
 class Given(NamedTuple):
-    """What is in the file of verdicts, and a start's flags; what it says, and whether it has one
-    memory.
+    """The content of the file of verdicts, and a start's flags; the line that it logs, and whether
+    it has one memory.
     """
 
     content: Sequence[Verdict] | bytes | None

@@ -30,8 +30,8 @@ for flags in (apart, apart + given, apart + ["--max-mamba-cache-size", "300"], [
 
 
 def starts(folder: Path) -> list[Start]:
-    """With pools that lend nothing: with no more flags, a ratio, a number of slots; and by default,
-    where they lend.
+    """Starts with pools that lend nothing: with no more flags, a ratio, a number of slots; and by
+    default, where they lend.
     """
     done = subprocess.run(
         [sys.executable, "-c", STARTS, str(folder)],

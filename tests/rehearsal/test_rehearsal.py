@@ -393,7 +393,7 @@ def taken(start: Start) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
 def test_the_page_says_how_states_are_taken() -> None:
-    """Where they differ the test writes the table anew, and fails once."""
+    """The page has the table; if it differs the test writes it anew, and fails once."""
     machines = ("H100", "A100", "B200")
     found = {
         machine: {it.model: it for quick in (True, False) for it in defaults(machine, quick).starts}

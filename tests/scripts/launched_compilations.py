@@ -18,7 +18,7 @@ from sglang_hybrid.kernels import checkpoint_states_triton  # noqa: E402
 
 
 class Driver:
-    """As much of a driver as choosing and compiling a variant asks for."""
+    """The part of a driver that choosing and compiling a variant needs."""
 
     def get_current_device(self) -> int:
         return 0

@@ -107,7 +107,7 @@ def test_files_have_the_hashes_of_the_locks(tmp_path: Path) -> None:
 
 
 def test_a_gpus_packages_have_the_versions_of_the_lock(tmp_path: Path) -> None:
-    """Where SGLang's metadata leaves them open: hashes are for the files of a CPU."""
+    """The lock's versions count if SGLang's metadata names none; hashes are for a CPU's files."""
     status, noted, _ = install(tmp_path, "install_gpu")
     assert status == 0 and noted[-1].endswith(f" -e {ROOT}[gpu,lab] -c {tmp_path}/pins.txt")
     pins = (tmp_path / "pins.txt").read_text().splitlines()

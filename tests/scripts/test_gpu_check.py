@@ -293,7 +293,7 @@ WITHOUT_SGLANG = (
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["kernels", "timings"])
 def test_kernels_are_checked_without_sglang(module: str) -> None:
-    """In Triton's interpreter where there is no GPU."""
+    """Triton's interpreter runs them without a GPU."""
     pytest.importorskip("triton")
     found = findings("-c", WITHOUT_SGLANG.format(module), PYTHONPATH=str(ROOT))
     assert len(found) >= 2
@@ -525,7 +525,7 @@ def test_a_verdict_is_of_a_gpu_that_ran_every_step(
 def test_decode_steps_may_take_two_percent_longer_in_one_memory(
     one: float, ok: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the quickest process of each kind."""
+    """The quickest process of each kind counts."""
     told: list[bool | None] = []
     monkeypatch.setattr(decode_steps, "tell", lambda what, found, ok: told.append(ok))
     slow = iter([1.5, 1.0] * decode_steps.TURNS)

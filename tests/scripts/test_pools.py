@@ -16,7 +16,7 @@ FEW_SLOTS = Split(5_000, 2)
 
 
 def test_a_half_replays_as_a_worker_does() -> None:
-    """Also where the window is not its beginning."""
+    """The window need not be its beginning."""
     half = Half(requests(conversations(60)), COST)
     budgets = [FEW_SLOTS, Split(1_506, 8), FEW_SLOTS.bytes(COST)]
     for begin, end in ((0, 40), (10, 60)):

@@ -1,4 +1,4 @@
-"""What scripts/quickstart.py leaves behind where it is ended: nothing."""
+"""A run of scripts/quickstart.py that is ended leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -148,8 +148,8 @@ def test_the_smallest_seam_is_one_with_which_no_row_loses_much() -> None:
 
 @pytest.mark.parametrize("loss", list(dict.fromkeys(LOSSES.values())), ids=lambda loss: loss.layers)
 def test_losses_that_the_server_goes_by_are_those_of_the_page(loss: Loss) -> None:
-    """Of seam windows of 0 tokens, and the smallest seam that is good enough, over what a model has
-    learnt; the page has both for each kind of layer."""
+    """The losses are those of seam windows of 0 tokens and of the smallest seam that is enough, of
+    tasks that a model has learnt; the page has both for each kind of layer."""
     name = loss.layers[0].upper() + loss.layers[1:]
     _, _, text = (ROOT / "docs/results/modular.md").read_text().partition(f"### {name}\n")
     text = text.partition("\n### ")[0]

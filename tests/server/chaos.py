@@ -117,7 +117,7 @@ class Chaos:
         self._note(f"paused, {mode}")
 
     async def _stop_the_scheduler(self) -> None:
-        """As a debugger does, or a machine that is short of processors."""
+        """Stop the scheduler for a while, as a debugger does, or a machine short of processors."""
         scheduler = self._scheduler()
         scheduler.send_signal(signal.SIGSTOP)
         try:
@@ -127,14 +127,14 @@ class Chaos:
         self._note("scheduler stopped")
 
     async def _reload(self) -> None:
-        """The same weights again; the cache is emptied."""
+        """Load the same weights again, which empties the cache."""
         abort = self._random.random() < 0.5
         body = {"model_path": str(self._model), "abort_all_requests": abort}
         await self._done("/update_weights_from_disk", body)
         self._note("weights reloaded")
 
     async def _kill_worker(self) -> None:
-        """The next one that the tuner starts, if it does soon."""
+        """Kill the next worker that the tuner starts, if it starts one soon."""
         until = time.monotonic() + SOON
         while time.monotonic() < until:
             for process in self.server.processes():
@@ -146,7 +146,7 @@ class Chaos:
             await asyncio.sleep(0.2)
 
     async def _fill_disk(self) -> None:
-        """For the scheduler's files, by a limit; its log is smaller than the recording."""
+        """Limit the size of the scheduler's files; its log is smaller than the recording."""
         scheduler = self._scheduler()
         _, most = scheduler.rlimit(resource.RLIMIT_FSIZE)
         room = self._recording.stat().st_size + ROOM
@@ -159,7 +159,7 @@ class Chaos:
         self._note("disk filled")
 
     def _scheduler(self) -> psutil.Process:
-        """Not the tuner's worker, which has the scheduler's title until it has started."""
+        """The scheduler, not the tuner's worker, which has the same title until it has started."""
         first, *others = self.server.processes()
         (scheduler,) = [
             one

@@ -82,7 +82,7 @@ def preempt(self: HybridPrefillAdder, *args: Any, **kwargs: Any) -> bool:
 
 
 def information(self: HybridRadixCache) -> dict[str, Any]:
-    """With what happened, and how many objects of which of SGLang's, torch's and our types live."""
+    """The cache's information, with what happened and the live objects of SGLang, torch and us."""
     gc.collect()
     kinds = (type(thing) for thing in gc.get_objects())
     live = Counter(

@@ -111,7 +111,7 @@ def logprobs(record: dict[str, Any]) -> list[float]:
 
 
 def prompt_logprobs(record: dict[str, Any]) -> list[float]:
-    """Of the prompt, from behind `logprob_start_len` on: the token there has none."""
+    """Log probabilities of the prompt after `logprob_start_len`: the token there has none."""
     return [entry[0] for entry in record["meta_info"]["input_token_logprobs"][1:]]
 
 

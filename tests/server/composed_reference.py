@@ -1,8 +1,8 @@
-"""What a model says behind segments that were computed apart, by transformers, without transitions.
+"""Answers of a model behind segments computed apart, by transformers, without transitions.
 
-What a recurrent layer reads of a segment that is computed alone does not depend on the layer's own
-state, but on layers in front of it. So with a state in this layer only, and zeros in all others, a
-segment leaves there what it makes of that state.
+The input of a recurrent layer for a segment that is computed alone does not depend on the layer's
+own state, but on the layers before it. So with a state in this layer only, and zeros in all others,
+the state that a segment leaves there is what it makes of that state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.reference import load_model
 
 
 def composed_logprobs(model: Path, prompt: ModularPrompt, output: list[int]) -> list[float]:
-    """Of the output's tokens, which must be the likeliest ones."""
+    """Log probabilities of the output's tokens, which must be the likeliest ones."""
     reference = load_model(model)
     with torch.no_grad():
         cache = _composed(reference, prompt.segments)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 SPAWNED = {"TEST_SERVERS": "spawn"}
-"""For a server whose processes start as in production (tests/forking/sitecustomize.py)."""
+"""Variables of a server whose processes start as in production (tests/forking/sitecustomize.py)."""
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def serve(model_directory: Callable[[str], Path]) -> Serve:
 
 @pytest.fixture
 def seed(record_property: Callable[[str, object], None]) -> int:
-    """Of random traffic: another one in each run, printed where the test fails and named in the
-    table of what the slow tests showed.
+    """A seed of random traffic: another one in each run, printed where the test fails and named in
+    the table of what the slow tests showed.
     """
     drawn = random.randrange(2**32)
     print(f"seed {drawn}")

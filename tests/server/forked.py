@@ -43,7 +43,7 @@ start_by_python = ServerProcess.start
 
 
 class ForkedProcess:
-    """What a `ServerProcess` asks of a `subprocess.Popen`, of a process that this one adopted."""
+    """A process that this one adopted, with what `ServerProcess` needs of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -118,7 +118,7 @@ forking = threading.Lock()
 
 
 def adopt_orphans(wanted: bool) -> None:
-    """From now on descendants whose parents end become this process's children, or do not."""
+    """Make descendants whose parents end children of this process from now on, or do not."""
     if ctypes.CDLL(None).prctl(CHILD_SUBREAPER, int(wanted), 0, 0, 0):
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
 

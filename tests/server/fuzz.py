@@ -71,7 +71,7 @@ def send(url: str, case: schemathesis.Case) -> tuple[int, float, str]:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Without fields that the schema does not name: such requests are refused before all else."""
+    """The schema, closed to fields that it does not name: such requests are refused first."""
     schema = copy.deepcopy(schema)
     for component in schema["components"]["schemas"].values():
         if "properties" in component:

@@ -25,7 +25,7 @@ WATCHED = 0.1
 """Share of the single requests whose answers are kept, to be asked again; siblings' always are."""
 
 LOGPROBS = {"return_logprob": True, "logprob_start_len": -1}
-"""Of the answer only: such a request can hit."""
+"""Fields that ask for log probabilities of the answer only: such a request can hit."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ LONG_ANSWERS = (
     "num_predict",
     "options",
 )
-"""Without these an answer may fill the context."""
+"""Fields without which an answer may fill the context."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _response(**more: Any) -> Right:
 
 
 def client_requests(width: int) -> list[Right]:
-    """Of a client of a server whose model has embeddings of `width` values, and to which
+    """Requests of a client to a server whose model has embeddings of `width` values, and to which
     `prepare` was sent.
     """
     chat, messages = "/v1/chat/completions", "/v1/messages"
@@ -600,8 +600,8 @@ def client_requests(width: int) -> list[Right]:
 
 
 def admin_requests() -> list[Right]:
-    """Of an operator, but for those that wait for other machines or take seconds. One after
-    another, since they act on the whole server.
+    """Requests of an operator, but for those that wait for other machines or take seconds. They are
+    sent one after another, since they act on the whole server.
     """
     adapter = {"lora_name": "a", "lora_path": "/nowhere"}
     group = {"master_address": "nowhere.invalid", "ports": "1", "group_name": "g"}
@@ -736,7 +736,7 @@ class Case:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where values are, those of which others are part among them; of a list the first one."""
+    """The paths of values, also of values that contain others; of a list only the first one."""
     inner: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         inner = value.items()
@@ -823,7 +823,7 @@ class Swept:
                 self.mistakes.setdefault((path, status, said[:100]), str(case)[:300])
 
     def summary(self) -> str:
-        """For docs/robustness.md."""
+        """The summary for docs/robustness.md."""
         statuses = ", ".join(f"{status}: {n:,}" for status, n in sorted(self.statuses.items()))
         lines = [
             f"{sum(self.statuses.values()):,} cases; {statuses}",
@@ -888,6 +888,6 @@ def sweep(
 
 
 def sample(all_cases: Iterable[Case], count: int, seed: int) -> list[Case]:
-    """So many of the cases, but for those whose answers may be long."""
+    """A sample of `count` cases, but for those whose answers may be long."""
     short = [case for case in all_cases if not {*LONG_ANSWERS} & {*(case.place or ())}]
     return random.Random(seed).sample(short, count)

@@ -85,7 +85,7 @@ def served(
 def test_each_adapter_answers_as_merged_weights_and_hits_its_own_prefixes(
     served: tuple[str, dict[str | None, Reference]],
 ) -> None:
-    """In one batch, cold and from the cache; the base model's prefix is no adapter's."""
+    """They are asked in one batch, cold and cached; the base model's prefix is no adapter's."""
     url, right = served
     prompt = random_prompt(200, seed=7)
     names = list(right)

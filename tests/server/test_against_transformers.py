@@ -47,7 +47,7 @@ def served(
 
 
 def test_the_default_server_agrees(url: str, model_directory: Callable[[str], Path]) -> None:
-    """Without hits, with hits, and where a conversation goes on."""
+    """It agrees without hits, with hits, and when a conversation goes on."""
     expected = expect(model_directory(DEFAULT_ARCHITECTURE))
     agree(url, expected, prompts=True)
     agree(url, expected)

@@ -22,7 +22,7 @@ REQUESTS = 270
 
 
 def hit_share(url: str) -> float:
-    """Of the tokens of the latter half of questions about documents."""
+    """The share of hit tokens in the latter half of questions about documents."""
     source = random.Random(1)
     hits = []
     for number in range(REQUESTS):
@@ -62,7 +62,7 @@ DISK = (
 def test_the_next_server_finds_it(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    """In the disk tier's folder, or among the user's cached files."""
+    """The split is in the disk tier's folder, or among the user's cached files."""
     monkeypatch.setenv("SGLANG_HYBRID_DISK_FOLDER", str(tmp_path) if flags else "")
     if flags:
         flags = (*flags, "--hybrid-disk-folder", str(tmp_path))

@@ -55,8 +55,8 @@ def burst(seed: int) -> list[list[int]]:
 
 @pytest.mark.usefixtures("busy_core")
 def test_over_a_connection_each(url: str) -> None:
-    """Where the busy machine delivers some prompts before the others, these are computed alone, and
-    the next ones compute what they share again: now and then, and in no burst by most of them.
+    """Prompts that the busy machine delivers before the others are computed alone, and the next
+    ones compute what they share again: now and then, and in no burst by most of them.
     """
     sessions = [requests.Session() for _ in range(AGENTS)]
     together = Barrier(AGENTS)

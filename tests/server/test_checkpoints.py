@@ -168,7 +168,7 @@ def test_every_case_hits_exactly_and_answers_the_same(url: str, cold_url: str) -
 
 @pytest.mark.slow
 def test_documents_are_never_worse_off_than_under_sglangs_own(url: str, sglangs_own: str) -> None:
-    """And whole from the third on."""
+    """The third and later prompts hit the whole document."""
     for seed, length in ((60, 1400), (70, 1403), (80, 1437)):
         document = random_prompt(length, seed)
         prompts = [document + random_prompt(10 + 5 * k, seed + k) for k in range(5)]
@@ -202,7 +202,7 @@ def test_a_chat_has_all_but_its_last_message_cached_the_second_time(url: str) ->
 
 
 def test_a_note_above_the_end_and_a_list_that_grows_are_cached_up_to_there(url: str) -> None:
-    """From the third turn on all that is shared with the one before is hit."""
+    """All that a turn shares with the one before is hit, from the third turn on."""
     system, part, chat = (random_prompt(n, seed) for n, seed in ((150, 92), (40, 93), (900, 94)))
     turns = [
         system + chat[:at] + part + chat[at : at + 90] + random_prompt(10, at)
@@ -215,7 +215,7 @@ def test_a_note_above_the_end_and_a_list_that_grows_are_cached_up_to_there(url: 
 def test_answers_that_come_back_shortened_are_cached_nearly_to_there(
     url: str, cold_url: str
 ) -> None:
-    """From the third turn on, and exactly: of 200 tokens less than 128 are computed again."""
+    """Less than 128 of 200 tokens are computed again from the third turn on, and hits are exact."""
     prompt, lost = random_prompt(150, seed=95), []
     for turn in range(4):
         record = ask(url, prompt, 200)
@@ -280,7 +280,7 @@ def test_a_reply_is_cached_to_its_end_however_it_ended(url: str, cold_url: str, 
 
 
 def reply_is_cached(url: str, cold_url: str, end: str, lost: int = 0) -> None:
-    """But for `lost` tokens at most."""
+    """Assert that the reply is cached, but for `lost` tokens at most."""
     prompt = random_prompt(333, seed=90)
     whole = cold(url, prompt, 40)["output_ids"]
     flush(url)

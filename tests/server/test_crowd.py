@@ -73,7 +73,7 @@ def test_a_crowd(configuration: str, serve: Serve, seed: int, tmp_path: Path) ->
 
 BARE = FLAGS[: FLAGS.index("--enable-hierarchical-cache")]
 LEAST_HITS_ALONE = 1 / 20
-"""Of kept answers, without a tier below the small pools: 9 of 104 were seen."""
+"""Share of kept answers, without a tier below the small pools: 9 of 104 were seen."""
 
 MORE_SLOTS = 160
 """More than the states of the prompts that the pool of KV holds."""

@@ -35,10 +35,10 @@ pytestmark = [
 
 MINUTE = 60
 TUNED = ("--hybrid-eviction", "marconi", "--hybrid-tuner-workers", "1")
-"""For a policy with an alpha and searches of the tuner; the other panels do not need it."""
+"""Flags for a policy with an alpha and searches of the tuner; other panels do not need them."""
 
 ONE_MEMORY = ("--hybrid-memory", "one")
-"""For the panels with these words."""
+"""Flags for the panels with these words."""
 
 
 def test_no_panel_is_without_data(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_nothing_is_lost_or_wrong_under_load(divide: Divide, seed: int) -> None:
 
 @pytest.mark.timeout(900 + 60 * KILLS)
 def test_whoever_is_killed_costs_an_error_and_never_an_answer(divide: Divide) -> None:
-    """Of two prefill and two decode servers one is killed at random while requests run, again and
+    """One of two prefill and two decode servers is killed at random while requests run, again and
     again: each request is answered rightly or ends with an error, in time, and the others give back
     what they held.
     """
@@ -249,8 +249,8 @@ def megabytes_sent(servers: Divided) -> float:
 
 
 def turns_are_cached(servers: Divided, page: int = 1, lost: int = 0) -> None:
-    """Of a conversation's next turn, a prefill server has all of the earlier prompt but `lost`
-    tokens: the reply was computed elsewhere.
+    """Assert that a prefill server has all of a conversation's earlier prompt but `lost` tokens:
+    the reply was computed elsewhere.
     """
     flush(servers.url)
     prompt = random_prompt(332, seed=50)

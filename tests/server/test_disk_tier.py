@@ -104,7 +104,7 @@ def lines(server: ServerProcess) -> list[str]:
 
 
 def test_what_was_learnt_outlives_a_server_that_is_killed(tiered: Serve, disk: Path) -> None:
-    """Also with two ranks, which begin with the same; a damaged file is one line."""
+    """Two ranks begin with the same; a damaged file is one line of the log."""
 
     def learnt(server: ServerProcess) -> dict[str, int]:
         return hybrid_cache(server.url)["tiers"]["learnt"]
@@ -192,7 +192,7 @@ def test_smaller_copies_are_found_again_under_their_codec_only(
 
 @pytest.mark.parametrize("architecture", ["nemotron-h", "kimi-linear"])
 def test_ranks_find_their_own(tiered: Serve, disk: Path, architecture: str) -> None:
-    """Also where all of them have the same KV (Kimi Linear)."""
+    """All ranks may have the same KV (Kimi Linear)."""
     expected: list[dict] = []
     for first in (True, False):
         with tiered("--tp-size", "2", of=architecture) as server:
@@ -314,7 +314,7 @@ def test_a_folder_that_is_removed(tiered: Serve, disk: Path, cold: Cold) -> None
 
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="root may read everything")
 def test_permissions_that_are_taken(tiered: Serve, disk: Path, cold: Cold) -> None:
-    """From a server that may not read everything, even as root."""
+    """The server may not read everything, even as root."""
     python = (sys.executable, "-m", "sglang_hybrid.launch_server")
     program = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", *python)
     with tiered(program=program) as server:

@@ -183,7 +183,7 @@ def _refused(done: subprocess.CompletedProcess[str], why: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_hit_that_ends_at_the_grid_says_so(serve: Serve) -> None:
-    """Where states are taken where SGLang tracks them."""
+    """States are taken where SGLang tracks them."""
     buffers = ("--mamba-radix-cache-strategy", "extra_buffer")
     with serve("--hybrid-admission", "all", *buffers) as server:
         prompt = random_prompt(700, seed=1)

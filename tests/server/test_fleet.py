@@ -26,7 +26,7 @@ SERVE = "sglang_hybrid.replicas"
 
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the fleet has its temporary files."""
+    """The folder of the fleet's temporary files."""
     return tmp_path_factory.mktemp("tmp")
 
 
@@ -60,7 +60,7 @@ def hits(url: str, prompt: list[int]) -> int:
 
 
 def furthest(replicas: Replicas, prompt: list[int]) -> Resumable:
-    """Where a prompt and one more token can be resumed furthest."""
+    """The replica that can resume a prompt and one more token furthest, and its position."""
     return max(replicas.resume([*prompt, 1]), key=lambda one: one.position)
 
 

@@ -34,11 +34,11 @@ CASES = int(os.environ.get("FUZZ_CASES", "300"))
 SEED = int(os.environ.get("FUZZ_SEED", "13"))
 QUICK_CASES = 300
 SOME = {"count": 10_000, "seed": SEED}
-"""To servers that differ from the default one, to which all can be sent."""
+"""Cases for servers that differ from the default one, to which all can be sent."""
 
 FLAGS = ("--enable-cache-report", "--enable-metrics", "--enable-response-store")
 SHORT = ("--context-length", "512")
-"""As a request may ask for an answer that fills the context."""
+"""A short context, since a request may ask for an answer that fills it."""
 
 DEFAULT = (*FLAGS, "--hybrid-ui", "text", *event_flags(), *SHORT)
 

@@ -82,7 +82,7 @@ def common(left: list[int], right: list[int]) -> int:
 
 @pytest.mark.slow
 def test_a_model_without_recurrent_state(serve: Serve) -> None:
-    """With a policy it is served by our cache, and every shared prefix is hit to the token."""
+    """Our cache serves it with a policy, and every shared prefix is hit to the token."""
     prompts = conversation()
     with serve("--hybrid-eviction", "gdsf", of="transformer") as server:
         right = [cold(server.url, prompt) for prompt in prompts]

@@ -32,11 +32,11 @@ pytestmark = pytest.mark.slow
 MODEL = "qwen3.5-vl"
 SPOT = "<|vision_start|><|image_pad|><|vision_end|>"
 TOKENS = 40
-"""Of a picture of 256 by 160 pixels; a token is 32 by 32 of them."""
+"""Tokens of a picture of 256 by 160 pixels; a token is 32 by 32 of them."""
 BEFORE = 20
 """Words before the first image, of two digits each: three tokens with the blank."""
 STARTS = 3 * BEFORE
-"""Where the first image's own tokens begin: behind the words and the token that opens it."""
+"""The position of the first image's own tokens: behind the words and the token that opens it."""
 
 
 def picture(seed: int, width: int = 256, height: int = 160) -> Image.Image:
@@ -171,7 +171,7 @@ def test_samples_of_a_prompt_with_an_image_share_it(seeing: str) -> None:
 def test_another_image_of_as_many_tokens_is_another_prompt(
     seeing: str, one: Image.Image, other: Image.Image
 ) -> None:
-    """Also a plain image that is turned: SGLang's hash of it is the same."""
+    """A plain image that is turned counts, too: SGLang's hash of it is the same."""
     right = looked_cold(seeing, TEXT, [other])
     flush(seeing)
     look(seeing, TEXT, [one])
@@ -325,7 +325,7 @@ def test_routers_and_the_page_know_words_only(seeing: str) -> None:
 
 
 def token_ids(recorded: str) -> list[int]:
-    """Those of a recorded prompt, which are kept as base64 of 32 bits each."""
+    """The tokens of a recorded prompt, which are kept as base64 of 32 bits each."""
     return np.frombuffer(base64.b64decode(recorded), "<i4").tolist()
 
 

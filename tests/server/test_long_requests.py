@@ -23,7 +23,7 @@ FORM = "/v1/audio/transcriptions"
 
 
 def routes(url: str) -> list[str]:
-    """Of the server's own description: what takes JSON."""
+    """Routes that take JSON, by the server's own description."""
     paths: dict[str, Any] = requests.get(url + "/openapi.json", timeout=60).json()["paths"]
     return [
         path

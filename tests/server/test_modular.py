@@ -102,7 +102,7 @@ def expanded(model: Path, prompt: str) -> ModularPrompt:
 
 
 def masked_logprobs(model: Path, prompt: ModularPrompt, output: list[int]) -> list[float]:
-    """Of the output's tokens, where each segment's tokens attend to none but its own."""
+    """Log probabilities of the output, if each segment's tokens attend to its own tokens only."""
     ids = [*prompt.ids, *output]
     positions = [one.start + at for one in prompt.segments for at in range(len(one.ids))]
     taken = len(positions)
@@ -151,7 +151,7 @@ def test_a_selection_that_nobody_sent_before_is_put_together(url: str) -> None:
 
 
 def selections_are_put_together(url: str) -> None:
-    """Those of modules that were computed for other prompts."""
+    """Send selections of modules that were computed for other prompts, and see them composed."""
     prepared = prepare(url)
     assert prepared["segments"] == 4 and prepared["tokens"] > 40  # no sea: it holds a value
     send(url, pml("<unit/><map/>"))  # what the chat template writes is computed now
@@ -250,7 +250,7 @@ def test_several_samples_of_one_prompt_are_put_together(url: str) -> None:
 
 
 def test_a_chat_begins_with_modules_that_were_computed_apart(url: str) -> None:
-    """As /generate does it."""
+    """The chat's answer is that of /generate."""
     generated = composed_in_the_end(url, pml("<unit/><map/>"))
     body: dict[str, Any] = {
         "model": "default",

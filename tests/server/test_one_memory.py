@@ -114,7 +114,7 @@ def test_what_the_cache_of_a_default_server_did_is_told(default_process: ServerP
 
 @pytest.mark.slow
 def test_what_the_cache_did_is_told(server: ServerProcess) -> None:
-    """With the alpha of a policy, and no advice."""
+    """The alpha of a policy is told, too, and no advice."""
     after = what_the_cache_did_is_told(server)
     assert after["checkpoints_admitted"]["branch"] == 1
     assert (after["eviction"], after["alpha"]) == ("marconi", 0.5)

@@ -253,7 +253,7 @@ def test_a_score_with_embeddings_of_the_model_s_size(url: str) -> None:
     ],
 )
 def test_a_request_does_not_say_where_to_write(default_server: str, path: str, field: str) -> None:
-    """Not without the admin key, which this server has none of."""
+    """Only a request with the admin key may, which this server has none of."""
     body = {field: "/proc/nowhere"}
     response = requests.post(default_server + path, json=body, timeout=60)
     assert response.status_code == 403

@@ -44,7 +44,7 @@ class Clients:
             self.outcomes[outcome] += 1
 
     def _ask(self, number: int) -> str:
-        """By SGLang's route and OpenAI's in turns; prompts share the first half with others."""
+        """Ask by SGLang's route and OpenAI's in turns; prompts share the first half with others."""
         if number % 2:
             path = "/v1/completions"
             body = {"model": "default", "max_tokens": TOKENS, "ignore_eos": True}

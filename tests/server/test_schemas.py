@@ -294,7 +294,7 @@ def test_the_openapi_schema_knows_the_field(url: str) -> None:
 
 
 def test_prewarming_holds_what_is_worth_most(registered: str) -> None:
-    """And the first request then hits exactly at the end of the last module that was prepared."""
+    """The first request then hits exactly at the end of the last module that was prepared."""
     flush(registered)
     info = hybrid_cache(registered)
     budget = (6 * info["state_bytes"] + 400 * info["kv_bytes_per_token"]) / (1 << 20)
@@ -314,7 +314,7 @@ def test_prewarming_holds_what_is_worth_most(registered: str) -> None:
 
 
 def test_without_a_budget_a_prewarming_takes_what_pins_may_take(registered: str) -> None:
-    """With no body at all, too: the whole schema fits."""
+    """A request without a body does so, too: the whole schema fits."""
     flush(registered)
     path = f"{registered}/v1/prompt_schemas/code-generation-game/prewarm"
     answer = requests.post(path, timeout=60)

@@ -1,4 +1,4 @@
-"""On each architecture a prompt of a schema answers as the same tokens without a cache."""
+"""A prompt of a schema answers as the same tokens without a cache, on each architecture."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_sigterm_ends_a_fresh_server_without_a_word() -> None:
 
 @pytest.mark.slow
 def test_several_tokenizer_processes_end_quietly() -> None:
-    """By SGLang's own ways, which wait up to five seconds for a signal, and up to five more."""
+    """SGLang's own ways end them, which wait up to five seconds for a signal, and five more."""
     server = ServerProcess(["--tokenizer-worker-num", "2"])
     server.start()
     it = Ending(server)
@@ -258,7 +258,7 @@ class Load:
 
 @pytest.mark.slow
 def test_a_rolling_update_cuts_nobody() -> None:
-    """As Kubernetes ends a server: SIGTERM while some requests run and others wait."""
+    """Kubernetes ends a server by SIGTERM, here while some requests run and others wait."""
     flags = ["--max-running-requests", str(Load.RUNNING)]
     with (
         ending(*flags, environment=patient(300)) as it,

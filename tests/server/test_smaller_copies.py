@@ -39,7 +39,7 @@ def from_host(answer: dict[str, Any]) -> int:
 
 
 def largest_error(answer: dict[str, Any], right: dict[str, Any]) -> float:
-    """Of log probabilities, up to and with the first token that differs."""
+    """The largest error of log probabilities, up to and with the first token that differs."""
     pairs = zip(answer["output_ids"], right["output_ids"], strict=True)
     same = next((n for n, (one, two) in enumerate(pairs) if one != two), len(right["output_ids"]))
     errors = zip(logprobs(answer)[: same + 1], logprobs(right)[: same + 1], strict=True)

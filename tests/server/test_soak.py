@@ -96,8 +96,8 @@ MOVED = {"spilled", "fetched", "parked", "brought_back"}
 """Counts of what pools lend and take back."""
 CODED = ("--hybrid-device-codec", "int8")
 MOVED_BY_CODING = 0.25
-"""How far a log probability behind a hit that is not exact may be from an exact one: twice the
-largest that was seen."""
+"""The largest difference of a log probability behind a hit that is not exact from an exact one:
+twice the largest that was seen."""
 
 HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "3")
 EXTRA_BUFFER = ("--mamba-radix-cache-strategy", "extra_buffer", "--page-size", "16")
@@ -236,7 +236,7 @@ def answers_stand(url: str, watched: list[Watched]) -> None:
 
 
 def is_exact(answer: dict) -> bool:
-    """Whether the server did not say that it resumed from something that is not exact."""
+    """True unless the server says that it resumed from something that is not exact."""
     return bool(answer["hybrid_cache"].get("exact", True))
 
 

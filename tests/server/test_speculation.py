@@ -40,7 +40,7 @@ HEAD = ("--speculative-algorithm", "NEXTN", *CHAIN)
 
 
 def next_turn_is_cached(url: str, page: int = 1) -> None:
-    """Of the reply all but two steps' tokens, and those of the step in which it ended."""
+    """Assert that the reply is cached but for two steps' tokens, and those of its last step."""
     lost = -(-2 * DRAFTED // page) * page + DRAFTED
     second_turn_is_cached(url, url, page, reply=40, lost=lost)
 
@@ -140,7 +140,7 @@ def test_a_model_beside_it_drafts(model_directory: Callable[[str], Path], serve:
 
 @pytest.mark.slow
 def test_as_many_drafts_are_accepted_as_under_sglangs_own(serve: Serve) -> None:
-    """Of the same requests, sent to both in turn. Times are only printed."""
+    """The same requests are sent to both in turn. Times are only printed."""
     with serve(*NGRAM) as ours, serve(*NGRAM, module="sglang.launch_server") as theirs:
         accepted: dict[str, list[float]] = {ours.url: [], theirs.url: []}
         seconds: dict[str, list[float]] = {ours.url: [], theirs.url: []}

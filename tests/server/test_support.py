@@ -33,7 +33,7 @@ of which the first leaves the state that the second hits.
 """
 
 EXACT = {0: 699, 1: 699, 3: 500}
-"""Of these prompts. The other one may hit the end of a chunk."""
+"""Hits of these prompts. The other one may hit the end of a chunk."""
 
 
 @dataclass(frozen=True)

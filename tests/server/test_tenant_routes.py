@@ -47,7 +47,7 @@ def hits(
 
 @pytest.mark.parametrize("path", sorted(tenant_routes.PROMPTS))
 def test_prompts_of_a_route_are_apart(url: str, path: str) -> None:
-    """By a field of the body, where the protocol has none such either, and by one of the query."""
+    """A field of the body keeps them apart, also if the protocol lacks it, and one of the query."""
     for where, field in (("body", "cache_salt"), ("query", "extra_key")):
         if where == "body" and path in IN_QUERY:
             continue
@@ -106,7 +106,7 @@ def test_the_id_of_a_request_is_its_tenants_own(url: str) -> None:
 
 @pytest.mark.parametrize("rid", [None, ["p", "q"]])
 def test_an_answer_tells_the_id_that_its_client_knows(url: str, rid: list[str] | None) -> None:
-    """Of each answer to one prompt, and of each prompt of a batch, also in a stream."""
+    """Each answer to one prompt has it, and each prompt of a batch, also in a stream."""
     several = post(url, "/generate", greedy([300], 1, {"n": 2}, cache_salt="a")).json()
     ids = {one["meta_info"]["id"] for one in several}
     assert len(ids) == 2 and {len(one) for one in ids} == {32}

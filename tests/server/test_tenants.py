@@ -1,4 +1,4 @@
-"""On real servers, what a tenant is told does not depend on what another one sent."""
+"""Answers of real servers to a tenant do not depend on what another one sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMES = ("when", "taken", "last_used", "unused", "emptied")
 """Fields of an explanation that hold seconds; no two runs have the same."""
 
 ROUNDING = 1e-4
-"""Of logprobs: sums are grouped by where KV lies in memory, and by what is computed together."""
+"""Rounding of logprobs: sums depend on where KV is in memory, and on what is computed together."""
 
 
 def send(url: str, prompt: list[int], rid: str, **whose: str) -> dict[str, Any]:

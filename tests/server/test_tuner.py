@@ -69,7 +69,7 @@ def test_the_policy_follows_the_traffic(ranks: int, serve: Serve) -> None:
             return hybrid_cache(server.url)["tuner"]
 
         def serve_until(prompts: list[list[int]], switches: int) -> dict:
-            """Until the policy has changed so often, or all is sent."""
+            """Send prompts until the policy has changed so often, or all are sent."""
             for at in range(0, len(prompts), 10):
                 send(server, prompts[at : at + 10])
                 until(lambda: not tuner()["searching"])
@@ -134,7 +134,7 @@ def searched(server: ServerProcess) -> dict:
 
 
 def test_policies_are_compared_in_tiers(serve: Serve, tmp_path: Path) -> None:
-    """With host memory and a disk below the device: a search replays them too, and clients are
+    """Host memory and a disk are below the device: a search replays them too, and clients are
     answered from all of them meanwhile.
     """
     flags = ["--enable-hierarchical-cache", "--hicache-ratio", "1.5", "--enable-cache-report"]

@@ -78,7 +78,7 @@ def test_hits_are_exact(start: Start, flags: tuple[str, ...]) -> None:
 
 
 def test_what_lost_its_window_is_no_hit(start: Start) -> None:
-    """There is room for the KV of all prompts, and for the windows of few."""
+    """The KV of all prompts fits, but the windows of few only."""
     flags = ("--max-total-tokens", "12000", "--swa-full-tokens-ratio", "0.1")
     flags += ("--chunked-prefill-size", "256")
     groups = [siblings(700, 2, seed=seed, own=60) for seed in range(100, 1_000, 100)]

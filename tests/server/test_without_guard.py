@@ -1,4 +1,4 @@
-"""Without the guard (SGLANG_HYBRID_GUARD=off) a server answers what clients may ask."""
+"""A server without the guard (SGLANG_HYBRID_GUARD=off) answers what clients may ask."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ another name.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_right_requests_are_answered(serve: Serve) -> None:
-    """With it 3 of them are answered otherwise (2026-11-30): that one, a regular expression with a
-    line end, and an image for a model that reads text only, which SGLang leaves out.
+    """Three of them have another answer with the guard (2026-11-30): that one, a regular expression
+    with a line end, and an image for a model that reads text only, which SGLang leaves out.
     """
     failed = []
     with serve("--enable-response-store", environment={GUARD: "off"}) as server:

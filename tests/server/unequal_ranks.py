@@ -33,7 +33,7 @@ def start(self: HybridRadixCache, *args: Any, **named: Any) -> None:
 
 
 def clock(self: StepClock, *_: Any, **__: Any) -> None:
-    """Of a host that started a month before, and goes twice as fast."""
+    """The clock of a host that started a month before, and goes twice as fast."""
     ahead = second()
     usual_clock(self, lambda: (1 + ahead) * time.perf_counter() + ahead * 30 * 86_400)
 

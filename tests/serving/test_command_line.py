@@ -27,7 +27,7 @@ OURS = ["--hybrid-eviction", "--hybrid-ui", "--hybrid-disk-mb", "--hybrid-disk-f
 
 @pytest.fixture(scope="module")
 def sglang() -> dict[str, argparse.Action]:
-    """By its name, each flag of SGLang."""
+    """The flags of SGLang by their names."""
     parser = argparse.ArgumentParser(add_help=False)
     ServerArgs.add_cli_args(parser)
     return dict(parser._option_string_actions)

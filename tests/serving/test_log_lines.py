@@ -39,7 +39,7 @@ def written(name: str, message: str, *args: object, error: Exception | None = No
 @pytest.mark.usefixtures("factory")
 @pytest.mark.parametrize("name", ["sglang.srt.session", "sglang_hybrid.serving"])
 def test_a_record_keeps_to_its_own_lines(name: str) -> None:
-    """In the text of a message as in its arguments."""
+    """Line ends may be in the text of a message or in its arguments."""
     assert written(name, f"session {SENT}") == f"session {SHOWN}\n"
     assert written(name, "session %s of %d", SENT, 3) == f"session {SHOWN} of 3\n"
     assert written(name, "100 % of it") == "100 % of it\n"

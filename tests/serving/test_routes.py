@@ -117,7 +117,7 @@ def test_schemas_are_asked_for_by_any_name_of_the_server() -> None:
 
 
 def test_the_route_that_was_asked_is_what_the_application_calls_it() -> None:
-    """Not what the client wrote there; elsewhere there is none."""
+    """The path that the client wrote does not count; outside of the application there is none."""
     app = FastAPI()
     app.add_middleware(SameOrigin)
 

@@ -1,4 +1,4 @@
-"""Whose a request is, by its body, its form or its query; its sessions, and what it stored."""
+"""The tenant of a request, by its body, its form or its query; its sessions, and what it stored."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def prompt(**fields: Any) -> GenerateReqInput:
 
 
 def tuples_with_a_salt(code: str) -> list[ast.Tuple]:
-    """But for two values that are given to two names at once."""
+    """Tuples of a key and a salt, but for two values that are given to two names at once."""
     nodes = list(ast.walk(ast.parse(code)))
     unpacked = [
         node.value
@@ -101,7 +101,7 @@ def test_an_empty_key_or_salt_is_none() -> None:
 
 
 def test_a_key_with_an_adapter_is_no_other_key() -> None:
-    """As text, "x" with "y" is "xy"; and a key may look like another one with a hash behind it."""
+    """Joined, "x" with "y" is "xy"; and a key may look like another one with a hash behind it."""
     names = [("x", "y"), ("xy", None), (None, "xy"), ("", "xy"), ("xy", ""), (None, None)]
     found = [
         tenant_of_prompt(SimpleNamespace(extra_key=key, lora_path=adapter, cache_salt=None))
@@ -487,7 +487,7 @@ def test_a_batch_of_several_tenants_is_in_no_session() -> None:
 
 
 def rid_of(rid: Any, whose: Any = None, text: Any = "x") -> Any:
-    """By which id, or ids of a batch, a scheduler knows what comes over HTTP."""
+    """The id, or ids of a batch, by which a scheduler knows a request that came over HTTP."""
     made = GenerateReqInput(text=text, rid=rid, cache_salt=whose)
     normalize(made, http())
     parts = made.rid if made.is_single else [made[item].rid for item in range(len(made.rid))]

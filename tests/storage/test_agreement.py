@@ -71,7 +71,7 @@ def _other_errors(patch: pytest.MonkeyPatch, model: Model, rank: int) -> None:
 
 
 def _a_codec_fails(patch: pytest.MonkeyPatch, model: Model, rank: int) -> None:
-    """On the second rank, between two forwards."""
+    """Fail on the second rank, between two forwards."""
     encode, calls = CodedRows.encode, 0
 
     def fails(self: Any, *args: Any) -> Any:
@@ -85,7 +85,7 @@ def _a_codec_fails(patch: pytest.MonkeyPatch, model: Model, rank: int) -> None:
 
 
 def _pools_have_no_buffers(patch: pytest.MonkeyPatch, model: Model, rank: int) -> None:
-    """On the first rank, before the first forward."""
+    """Fail on the first rank, before the first forward."""
     if rank == 0:
         patch.setattr(probe, "_kv_buffers", None)
 
@@ -95,7 +95,7 @@ def _forwards_fail(patch: pytest.MonkeyPatch, model: Model, rank: int) -> None:
 
 
 def _a_forward_fails(patch: pytest.MonkeyPatch, model: Model, rank: int) -> None:
-    """On the second rank; the first one waits for it in that forward."""
+    """Fail on the second rank; the first one waits for it in that forward."""
 
     def fails(*_: Any) -> Tensor:
         if rank == 1 and model.forwards == 5:
@@ -151,7 +151,7 @@ EXACT = str(CodecPlan())
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """Of each rank, what it chose in all cases; the last one ends it."""
+    """The choices of each rank in all cases; the last one ends it."""
     return choices(
         tmp_path_factory.mktemp("ranks"),
         _nothing_else,
@@ -174,7 +174,7 @@ def test_ranks_choose_the_same_and_fail_together(found: list[list[str]]) -> None
 
 
 def test_a_rank_that_fails_in_a_forward_ends_the_start(found: list[list[str]]) -> None:
-    """And with it the server; the others find that it is gone."""
+    """The server ends with it; the others find that it is gone."""
     first, second = found
     assert second[-1] == "RuntimeError"
     assert len(first) == len(second), "it hung"

@@ -76,7 +76,7 @@ def latent(**changes: Any) -> Any:
 
 
 def kv_pool(info: Any = None, **named: Any) -> Any:
-    """As SGLang builds it for either kind of KV."""
+    """A host pool of KV, built as SGLang builds it for either kind of KV."""
     info = per_head() if info is None else info
     if isinstance(info, device_pool_info.MLABufferInfo):
         build: Any = smaller_latents(MLATokenToKVPoolHost)

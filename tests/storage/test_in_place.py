@@ -86,7 +86,7 @@ def test_any_slots_in_any_parts(codec: Codec) -> None:
 
 
 def test_coding_again_what_was_decoded_changes_nothing() -> None:
-    """So errors do not add up where an entry is hit and coded again and again."""
+    """Errors do not add up then if an entry is hit and coded again and again."""
     keys = pool(torch.bfloat16, 2, 64)
     rows = InPlace([keys[None]], [], Codec.INT8)
     slot, place, part = (torch.tensor([number]) for number in (0, 5, 1))
@@ -113,7 +113,7 @@ def test_slots_with_something_between_them() -> None:
 
 
 def test_layers_together_are_layers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of pools in one tensor and in several, many slots at once and few."""
+    """Pools are in one tensor or in several, slots are many at once or few."""
     states = pool(torch.float32, 5, 2, 16).transpose(0, 1).contiguous()  # [5, slots, 2, 16]
     one_by_one = [states[layer].clone()[None] for layer in range(5)]
     slots, places = torch.arange(8), torch.arange(8) // 4

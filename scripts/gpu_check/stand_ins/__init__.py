@@ -9,7 +9,7 @@ FLAGS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
     *("--moe-runner-backend", "triton"),
 )
-"""Of a server without SGLang's own kernels."""
+"""Flags of a server without SGLang's own kernels."""
 
 
 def environment_with(*, stand_ins: bool) -> dict[str, str]:

@@ -105,7 +105,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing in it."""
+        """Do nothing: a stand-in has no code."""
 
 
 def with_triton(module: types.ModuleType) -> None:

@@ -86,7 +86,7 @@ class CodedEntries:
         self._edges: CodedEdges[Tensor] = CodedEdges(self._kv.parts, self._page)
         self._groups: Groups[Tensor, int] = Groups(self._states.parts)
 
-    # What it is worth.
+    # Sizes and counts.
 
     def sizes(self, kv_bytes: int, state_bytes: int) -> tuple[int, int]:
         """Bytes of a token's KV and of a state that are coded, of these bytes exact."""
@@ -107,7 +107,7 @@ class CodedEntries:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For /server_info: what is coded now, and what ever was; KV in tokens."""
+        """Counts for /server_info: of what is coded now, and of what ever was; KV in tokens."""
         return {
             "now": {"kv": self._edges.tokens, "states": len(self._groups)},
             "coded": dict(self.coded),
@@ -116,7 +116,7 @@ class CodedEntries:
         }
 
     def reset(self) -> None:
-        """The tree was emptied."""
+        """Forget all coded entries, after the tree was emptied."""
         self._edges.clear()
         self._groups = Groups(self._states.parts)
 
@@ -148,7 +148,7 @@ class CodedEntries:
         slots: Tensor = node.component_data[KV].value
         edge = self._edges.code(node.id, slots)
         with self._in_order(slots):
-            self._kv.encode(slots, *_where(edge))
+            self._kv.encode(slots, *_places_and_parts(edge))
         self.coded["kv"] += edge.tokens
         self._set(node, KV, edge.slots)
         return slots[len(edge.slots) :]
@@ -206,7 +206,7 @@ class CodedEntries:
     def _decode_kv(self, node: UnifiedTreeNode, slots: Tensor) -> None:
         edge = self._edges[node.id]
         with self._in_order(edge.slots, slots):
-            self._kv.decode(*_where(edge), slots)
+            self._kv.decode(*_places_and_parts(edge), slots)
         self.decoded["kv"] += edge.tokens
         self._replace_kv(node, slots)
         self._cache.tree_core.inexact.add(node.id)
@@ -225,7 +225,7 @@ class CodedEntries:
         self._cache.tree_core.inexact.add(node.id)
         req.kv.mamba_cow_src_index = slot
 
-    # What happens to coded entries otherwise.
+    # Other changes of coded entries.
 
     def adopt(self, node: UnifiedTreeNode, slots: Tensor) -> bool:
         """A request computed the KV of `node` anew, in `slots` [n]: if it is coded, they take its
@@ -333,7 +333,7 @@ class CodedEntries:
         return torch.full_like(like, part)
 
     def _in_order(self, *read: Tensor) -> AbstractContextManager[Any]:
-        """Behind what the forwards have computed and are computing, and before the next one."""
+        """A context whose work runs after the forwards so far, and before the next forward."""
         stream = self._cache.forward_stream
         if stream is None:
             return nullcontext()
@@ -354,7 +354,7 @@ class CodedEntries:
         return self._shadow_tree.tree
 
 
-def _where(edge: CodedEdge[Tensor]) -> tuple[Tensor, Tensor]:
+def _places_and_parts(edge: CodedEdge[Tensor]) -> tuple[Tensor, Tensor]:
     """The place and the part of each token of `edge`: int64 [tokens] each."""
     at = torch.arange(edge.skip, edge.skip + edge.tokens, device=edge.slots.device)
     return edge.slots[at // edge.parts], at % edge.parts

@@ -66,7 +66,7 @@ class OneMemoryCache(UnifiedRadixCache):
         before = Counter() if self.spilled is None else Counter(self.spilled.freed)
 
         def surplus(what: ComponentType) -> int:
-            """What is there beyond what is asked for; below 0 if that is not there yet."""
+            """The size available beyond the requested one; below 0 if that is not there yet."""
             targets = available_size_targets
             if targets is None and request_by_type[what]:
                 moved = 0 if self.spilled is None else self.spilled.freed[what] - before[what]

@@ -76,7 +76,7 @@ class StepClock:
             self._told.append(told)
 
     def poll(self) -> list[ClockTick]:
-        """On the rank that receives requests: what is sent to all ranks now."""
+        """The ticks to send to all ranks now; called on the rank that receives requests."""
         reading = self.read()
         passed = reading - self._moved
         if passed < 0:  # this rank's clock went back
@@ -94,7 +94,7 @@ class StepClock:
         return [(ClockTick, self.tick)]
 
     def tick(self, tick: ClockTick) -> None:
-        """On every rank, at the same step."""
+        """Set the clock to `tick`; called on every rank, at the same step."""
         offered, reading = self._offered
         self._ticks = True
         self.now = max(self.now, tick.seconds)

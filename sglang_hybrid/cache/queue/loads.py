@@ -36,7 +36,7 @@ that.
 """
 
 FADE: Final = 0.9
-"""Per step: what remains of the longest one before it."""
+"""Factor per step by which the longest step so far counts less."""
 
 FIRST_TOKENS: Final = 64
 """The first tokens of a prompt: requests that begin alike (a schema, a system prompt) are answered
@@ -113,8 +113,8 @@ class TimedLoads:
     # Called by the queue
 
     def on_start(self, req: Req, waited: float = 0.0) -> None:
-        """`req`, which waited for so many seconds, joined a batch. What it resumes from may be
-        loading still: the device waits for that (`HostTierCache.ready_to_load_host_cache`).
+        """Called when `req`, which waited for so many seconds, has joined a batch. Its load may be
+        under way still: the device waits for that (`HostTierCache.ready_to_load_host_cache`).
         """
         self.returns.forget(req.last_node)
         missing = self._cache.load_bytes(req)
@@ -182,8 +182,8 @@ class TimedLoads:
 
 
 def _keys(req: Req) -> list[Hashable]:
-    """Whose answers say how long the next one will be: of the tenant's prompts those that begin
-    alike, then all.
+    """Groups of requests by whose answers the length of the next one is predicted: those of the
+    tenant whose prompts begin alike, then all of the tenant.
     """
     tenant = tenant_of(req)
     return [(tenant, fingerprint_tokens(req.origin_input_ids[:FIRST_TOKENS])), (tenant,)]

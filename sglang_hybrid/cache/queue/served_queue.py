@@ -69,7 +69,7 @@ class ServedQueue:
         self._prospects: PerRequest[tuple[int, Prospect]] = PerRequest()
 
     def load_ahead(self, cache: AheadLoads, speeds: Any) -> None:
-        """There is a host below the device: loads begin before their requests' turns."""
+        """Begin loads from the host before their requests' turns, from now on."""
         from sglang_hybrid.cache.queue.loads import TimedLoads
 
         self.loads = TimedLoads(cache, speeds)
@@ -78,19 +78,19 @@ class ServedQueue:
     # Called by the prefill adder
 
     def arrange(self, queue: list[Req]) -> None:
-        """The scheduler is about to try the requests of `queue`, from the front on."""
+        """Put `queue` in order; the scheduler then tries its requests from the front on."""
         for req in queue[: self._waiting.order.front(len(queue))]:
             self.clock.arrival(req)
         self._waiting.arrange(queue, self.clock.now)
         self.stats.front = len(self._waiting.front)
-        self._arranged = self._as_it_is(queue)
+        self._arranged = self._queue_snapshot(queue)
 
     def can_run(self, req: Req) -> bool:
         """True if `req` overtakes no request that may be overtaken no more."""
         return self._waiting.can_run(req)
 
     def on_start(self, req: Req) -> None:
-        """`req` is in a batch now."""
+        """Called when `req` has joined a batch."""
         waiting = self._waiting.on_start(req)
         if self.loads is not None:
             self.loads.on_start(req, self.clock.now - self._arrived(req))
@@ -121,16 +121,16 @@ class ServedQueue:
             self.loads.returns.expect(node_id, self.clock.now + seconds)
 
     def on_flush(self) -> None:
-        """The tree was emptied."""
+        """Forget the nodes of waiting requests, after the tree was emptied."""
         self._waiting.on_flush()
 
-    # What a hook calls (hooks/scheduling.py).
+    # Called by a hook (hooks/scheduling.py).
 
     def step(self, queue: list[Req]) -> None:
         """The scheduler begins another step, in which it may not look at `queue` at all."""
         if self.loads is None:
             return
-        if queue and self._as_it_is(queue) != self._arranged:
+        if queue and self._queue_snapshot(queue) != self._arranged:
             self.arrange(queue)
         self.loads.step(self._waiting.front, self.clock.now)
 
@@ -145,7 +145,7 @@ class ServedQueue:
         return self._waiting.holds
 
     def info(self) -> dict[str, Any]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {
             "order": self.name,
             "window": self._waiting.order.front(1 << 30),
@@ -155,8 +155,8 @@ class ServedQueue:
             **self.stats.as_dict(),
         }
 
-    def _as_it_is(self, queue: list[Req]) -> tuple[Any, ...]:
-        """Equal values at two times mean: no request came or left, and the clock stood still."""
+    def _queue_snapshot(self, queue: list[Req]) -> tuple[Any, ...]:
+        """A value that is equal while no request comes or leaves and the clock stands still."""
         return (self.clock.now, len(queue), *(req.rid for req in queue[-1:]))
 
     # Look-ups of requests
@@ -210,7 +210,7 @@ class ServedQueue:
 def make_served_queue(
     cache: HybridRadixCache, options: HybridConfig, priority_sign: int | None = None
 ) -> ServedQueue:
-    """As the flags say, which leave the order to us."""
+    """The queue that the flags ask for; for flags that leave the order to us."""
     size = options.hybrid_schedule_window
     order = Window(size) if options.hybrid_schedule is Schedule.WINDOW else Car(size)
     bound = Bound(options.hybrid_schedule_overtaken, options.hybrid_schedule_seconds)

@@ -95,7 +95,7 @@ class ShadowTree:
         return [self.kv_pool, self.state_pool] if two else [self.kv_pool]
 
     def use(self, kv_policy: Policy, state_policy: Policy) -> None:
-        """These policies choose the victims from now on. Records, locks and the history stay."""
+        """Choose victims by these policies from now on. Records, locks and the history stay."""
         for pool in self.pools:
             self.tree.unlisten(pool)
         self._kv_policy = kv_policy
@@ -172,7 +172,7 @@ class ShadowTree:
         return seconds >= self.tree.pins.next_expiry
 
     def on_time(self, seconds: float) -> None:
-        """It is `seconds` now, on all ranks: pins whose time is over end."""
+        """Set the time, `seconds` on all ranks, and end pins that have expired."""
         self.clock.advance_to(seconds)
         self.tree.pins.expire()
 

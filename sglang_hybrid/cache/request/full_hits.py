@@ -122,11 +122,11 @@ class FullHits:
             self._kept.popitem(last=False)
 
     def forget_all(self) -> None:
-        """The tree was emptied."""
+        """Forget all hidden states, after the tree was emptied."""
         self._kept.clear()
 
     def info(self) -> dict[str, int]:
-        """For /server_info."""
+        """The values for /server_info."""
         held = sum(kept.nbytes for kept in self._kept.values())
         return {"kept": len(self._kept), "bytes": held, "answered": self.answered}
 

@@ -148,7 +148,7 @@ class PathGrowth:
         )
 
     def _end_prompt(self, req: Req, params: InsertParams, end: int) -> None:
-        """Without states a node ends with the prompt, so that the answer can be evicted alone."""
+        """End a node with a stateless model's prompt, so that the answer can be evicted alone."""
         prompt = len(req.origin_input_ids)
         prompt -= prompt % self._cache.page_size
         if 0 < prompt < end:

@@ -138,7 +138,7 @@ class LookUps:
         _send(req, report)
 
     def on_full_hit(self, req: Req) -> None:
-        """`req` is about to join a batch that needs no forward."""
+        """Called when `req` is about to join a batch that needs no forward."""
         report = self._reports.get(req)
         if report is not None:
             report.full_hit = True
@@ -182,7 +182,7 @@ class LookUps:
         return 0 if req.skip_radix_cache_insert else asked.length
 
     def _not_composed(self, req: Req) -> Mapping[str, Any]:
-        """Why segments were not put together, as far as their client's server can do something."""
+        """The reasons why segments were not composed, for the HTTP server of their client."""
         known = self._cache.composition(req)
         if known is None:
             return {}

@@ -74,13 +74,13 @@ class Publication:
         return self.carried.position
 
     def inserted(self, result: InsertResult) -> None:
-        """SGLang's insertion is over."""
+        """Called after SGLang's insertion."""
         if self.carried is not None:
-            self._give_back_unless_taken(self.carried, result)
+            self._give_back_if_duplicate(self.carried, result)
             self.carried = None
 
     def committed(self) -> Kind:
-        """The tree has taken the state of the insertion under way; returns its kind."""
+        """Called when the tree has taken the state of the insertion; returns the state's kind."""
         self.published.append(self.inserting)
         return self.inserting[1]
 
@@ -89,7 +89,7 @@ class Publication:
         for checkpoint in self.ready:
             self.inserting = (checkpoint.position, checkpoint.kind)
             result = growth.insert(self.req, self._params(checkpoint), checkpoint.position)
-            self._give_back_unless_taken(checkpoint, result)
+            self._give_back_if_duplicate(checkpoint, result)
         self.ready = []
 
     def _params(self, checkpoint: PendingCheckpoint) -> InsertParams:
@@ -101,7 +101,7 @@ class Publication:
             session_id=self.req.session_id,
         )
 
-    def _give_back_unless_taken(self, checkpoint: PendingCheckpoint, result: InsertResult) -> None:
-        """The tree keeps one state per node."""
+    def _give_back_if_duplicate(self, checkpoint: PendingCheckpoint, result: InsertResult) -> None:
+        """Free the slot of `checkpoint` if its node has a state: the tree keeps one per node."""
         if result.mamba_exist:
             self.slots.give_back(checkpoint.slot)

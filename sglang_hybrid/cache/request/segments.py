@@ -90,7 +90,7 @@ class ModularPrompts:
         if known is None or (known.composed and not self._stored(params.key, asked.length)):
             known = self._known[req] = self._compose(req, params.key, asked)
         whole = bool(asked.segments) and not known.composed
-        self._say_where(req, asked, whole=whole)
+        self._set_placement(req, asked, whole=whole)
         # The transition of a segment is that of all its tokens, so all are computed.
         alone = not asked.segments and with_states and not self._why_never()
         if not whole and not alone:
@@ -110,7 +110,7 @@ class ModularPrompts:
                 continue
             if req.prefix_len < asked.length:
                 self._known[req] = Composition()
-                self._say_where(req, asked, whole=True)
+                self._set_placement(req, asked, whole=True)
                 self._cache.plans.drop(req)
 
     def record(self, batch: ScheduleBatch) -> None:
@@ -121,7 +121,7 @@ class ModularPrompts:
             self._states.record(batch)
 
     def on_request_end(self, req: Req) -> None:
-        """`req` ended, and what it computed is in the tree."""
+        """Called when `req` has ended, and what it computed is in the tree."""
         if self._states is None:
             return
         asked = fields_of(req).imported
@@ -134,11 +134,11 @@ class ModularPrompts:
             self._states.keep(req, node, len(found))
 
     def of(self, req: Req) -> Composition | None:
-        """What is known of `req`; None for a request of another kind."""
+        """The composition of `req`; None for a request of another kind."""
         return self._known.get(req)
 
     def forget_all(self) -> None:
-        """The tree was emptied."""
+        """Forget all transitions, after the tree was emptied."""
         if self._states is not None:
             self._states.forget_all()
 
@@ -261,8 +261,8 @@ class ModularPrompts:
             self._states = extension("schemas.composition.states").SegmentStates(self._cache)
         return self._states.why_not
 
-    def _say_where(self, req: Req, asked: Imported, *, whole: bool) -> None:
-        """Put into `req` where its tokens stand, and whether it stays out of the tree."""
+    def _set_placement(self, req: Req, asked: Imported, *, whole: bool) -> None:
+        """Set the offset of the positions of `req`, and whether it stays out of the tree."""
         req.position_offset = 0 if whole else asked.position - asked.length
         if whole:
             req.skip_radix_cache_insert = True

@@ -72,7 +72,7 @@ class TreeMatcher:
         self._last: PerRequest[LastMatch] = PerRequest()
 
     def forget_all(self) -> None:
-        """The tree was emptied."""
+        """Forget all matches, after the tree was emptied."""
         self._last.clear()
 
     def match(self, params: MatchPrefixParams) -> MatchResult | None:
@@ -117,7 +117,7 @@ class TreeMatcher:
         deeper = last.depth + page <= usable
         if deeper and key.child_key_at(last.depth, page) in last.node.children:
             return None
-        return last.result if self._resumes_as_before(last) else None
+        return last.result if self._is_still_nearest(last) else None
 
     def following(self, req: Req, depth: int) -> UnifiedTreeNode | None:
         """The child with which the prompt of `req` goes on behind `depth` tokens, where its last
@@ -162,14 +162,14 @@ class TreeMatcher:
         if (
             last.node not in self._shadow_tree
             or last.next_key in last.node.children
-            or not self._resumes_as_before(last)
+            or not self._is_still_nearest(last)
         ):
             return False
         last.changes = self._changes(last.record)
         return True
 
-    def _resumes_as_before(self, last: LastMatch) -> bool:
-        """True if the node that was resumed from is still the nearest one that can be."""
+    def _is_still_nearest(self, last: LastMatch) -> bool:
+        """True if the node of the last match is still the nearest one that can be resumed from."""
         node = last.node
         if ComponentType.MAMBA not in self._core.components_by_type:
             return node is last.best

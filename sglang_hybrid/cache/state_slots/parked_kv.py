@@ -3,7 +3,7 @@
 The other way round from `spilled_states.py`: a slot that no state needs is bytes, and KV that
 nobody holds can lie there, token by token. So slots are not lost to prompts. Before a request
 resumes behind such KV, it is brought back into the pool, in exchange for other KV that nobody holds
-where the pool is full. What is evicted is chosen among all.
+where the pool is full. Victims of eviction are chosen among all entries.
 
 In SGLang's tree such KV is on the device, and the value of its node has the tokens that are in the
 pool: those that the node begins with. The slots are counted here, and the cache adds them to what
@@ -41,7 +41,7 @@ LEAST_AT_ONCE: Final = 1_024
 request."""
 
 MOST_BYTES: Final = 128 << 20
-"""Of KV that is copied together: as many lie beside the pools meanwhile."""
+"""Bytes of KV that is copied together: as many are allocated beside the pools meanwhile."""
 
 
 class ParkedKv:
@@ -68,12 +68,12 @@ class ParkedKv:
         self.reset()
 
     def reset(self) -> None:
-        """The tree was emptied, and its pools with it."""
+        """Forget all parked KV, after the tree and its pools were emptied."""
         self._places = TokenPlaces(self.tokens_of_slot)
         self._of: dict[int, PlaceArray] = {}
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    # What there is.
+    # Counts.
 
     @property
     def tokens(self) -> int:
@@ -94,13 +94,13 @@ class ParkedKv:
         return self.slots - -(-missing // self.tokens_of_slot)
 
     def describe(self) -> str:
-        """For the log."""
+        """The line of the log."""
         return (
             f"KV without room lies in slots without a state, {self.tokens_of_slot:,} tokens in each"
         )
 
     def as_dict(self) -> dict[str, int]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {
             "now": self.tokens,
             "slots": self.slots,
@@ -191,10 +191,10 @@ class ParkedKv:
             self._bring_back([self._cache.tree_core.node_by_id(name)], there)
             short -= len(there)
         if places.rows == slots:
-            self._leave_a_slot()
+            self._vacate_slot()
         return True
 
-    def _leave_a_slot(self) -> None:
+    def _vacate_slot(self) -> None:
         row, old, new, owners = self._places.leave_a_row()
         for name in np.unique(owners).tolist():
             mine = self._of[name]
@@ -303,10 +303,10 @@ class ParkedKv:
         self.brought_back += len(taken)
         return taken
 
-    # What happens to KV otherwise.
+    # Other changes of KV.
 
     def on_add(self, node: UnifiedTreeNode) -> None:
-        """`node` is in the tree now, with KV in the pool."""
+        """Called when `node` has come into the tree, with KV in the pool."""
         self._order[node.id] = None
 
     def split(self, head: UnifiedTreeNode, tail: UnifiedTreeNode) -> None:
@@ -371,7 +371,7 @@ class ParkedKv:
         data.value = value
 
     def _on_device(self, places: PlaceArray) -> tuple[Tensor, Tensor]:
-        """Of these places, where each is in its slot, and the slot: int64 [n] each."""
+        """The positions of these places within their slots, and the slots: int64 [n] each."""
         width, device = self.tokens_of_slot, self._slot_of.device
         there = to_device(torch.from_numpy(places), device)
         return there % width, self._slot_of[there // width]

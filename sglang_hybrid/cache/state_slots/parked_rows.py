@@ -53,12 +53,12 @@ class ParkedRows:
 
     def read(self, slots: Tensor, places: Tensor) -> Tensor:
         """int64 [n, words] of these places, each in its slot, int64 [n] both."""
-        content: Tensor = self._places[self._where(slots, places)]
+        content: Tensor = self._places[self._index(slots, places)]
         return content
 
     def write(self, slots: Tensor, places: Tensor, content: Tensor) -> None:
         """Put [n, words] into these places [n], each in its slot [n]."""
-        self._places[self._where(slots, places)] = content
+        self._places[self._index(slots, places)] = content
 
-    def _where(self, slots: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _index(self, slots: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return places // self._in_row, slots, places % self._in_row

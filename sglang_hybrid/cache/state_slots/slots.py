@@ -38,8 +38,8 @@ def count_state_slots() -> int | None:
 def slots_per_request(needed: int) -> int | None:
     """The value of SGLANG_HYBRID_SLOTS_PER_REQUEST, but never less than `needed`; None if unset.
 
-    SGLang divides the state pool by it to cap the running requests. Whatever a request counts for
-    beyond what it needs is left for checkpoints. Raises `StartupError` for more than the pool has.
+    SGLang divides the state pool by it to cap the running requests. The slots that a request counts
+    for but does not need are left for checkpoints. Raises `StartupError` for more than there are.
     """
     asked = HybridConfig.from_environment().hybrid_slots_per_request
     there = count_state_slots()

@@ -23,10 +23,10 @@ SPARE, LEAST_SPARE = 5, 8
 more than half. A state can move to KV once it is in the tree."""
 
 STRATEGIES: Final = ("no_buffer", "extra_buffer")
-"""SGLang's, by which a request holds its state alone, or the buffers of its decode, too."""
+"""SGLang's strategies: a request holds its state alone, or the buffers of its decode, too."""
 
 SHARE_WITH_BUFFERS: Final = 0.6
-"""Of the slots, where a request holds three of the five that it counts for (`SHARE_OF_SLOTS`)."""
+"""Share of the slots if a request holds three of the five it counts for (see `SHARE_OF_SLOTS`)."""
 
 MORE_BESIDE_SLOTS: Final = ("Qwen4ExpForConditionalGeneration", "InklingForConditionalGeneration")
 """Models that keep more for each slot than SGLang's pool of states has."""
@@ -53,7 +53,7 @@ def states_spill(server_args: ServerArgs) -> bool:
 
 
 def share_of_slots(server_args: ServerArgs) -> float:
-    """Of the slots that states have otherwise, those that they have where they spill."""
+    """The share of the usual slots that states get if those without one may lie in KV's place."""
     buffers = resolving_view(server_args).mamba_radix_cache_strategy == "extra_buffer"
     return SHARE_WITH_BUFFERS if buffers else SHARE_OF_SLOTS
 

@@ -1,8 +1,8 @@
 """States that lie in the place of KV, where the pool of states has no slot for them.
 
 Two pools cannot give each other memory. But a state is bytes, and KV is given out token by token:
-so a state that nobody holds can move to tokens of KV, and its slot is free. What is evicted is then
-chosen among KV and states together, as in one memory. A request that resumes from such a state
+so a state that nobody holds can move to tokens of KV, and its slot is free. Victims are then chosen
+among KV and states together, as in one memory. A request that resumes from such a state
 gets a copy in a slot of its own, as from any other; the state stays where it is.
 
 In SGLang's tree such a state is on the device and its value has no slots. Its tokens are counted
@@ -59,7 +59,7 @@ class SpilledStates:
         self._movable: dict[int, None] = {}
         self._held: set[int] = set()
 
-    # What there is.
+    # Counts.
 
     def __contains__(self, name: int) -> bool:
         """True if the state of the node with this id lies in the place of KV."""
@@ -98,7 +98,7 @@ class SpilledStates:
         )
 
     def as_dict(self) -> dict[str, int]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {
             "now": len(self._at),
             "tokens_of_each": self.tokens,
@@ -107,7 +107,7 @@ class SpilledStates:
         }
 
     def reset(self) -> None:
-        """The tree was emptied, and its pools with it."""
+        """Forget all states, after the tree and its pools were emptied."""
         self._at, self._movable, self._held = {}, {}, set()
 
     # Moves.
@@ -168,10 +168,10 @@ class SpilledStates:
         self.fetched += 1
         req.kv.mamba_cow_src_index = slot
 
-    # What happens to states otherwise.
+    # Other changes of states.
 
     def on_state_gain(self, node: UnifiedTreeNode) -> None:
-        """`node` has a state now, in a slot."""
+        """Called when `node` has got a state, in a slot."""
         if not node.component_data[STATE].lock_ref:
             self._movable[node.id] = None
 

@@ -40,14 +40,14 @@ class PoolStateSlots:
         self._rest = 0  # tokens of an unfinished prefill that have no KV yet
 
     def reserve(self, requests: int, rest: int = 0) -> None:
-        """So many requests run, or will, and the prefill that this batch does not finish needs KV
-        for `rest` tokens more: in one memory these, and the tokens of the requests' next steps,
-        come before checkpoints.
+        """Note that so many requests run, or will, and that the prefill which this batch does not
+        finish needs KV for `rest` tokens more. In one memory these tokens, and those of the
+        requests' next steps, come before checkpoints.
         """
         self._decoding, self._rest = requests, rest
 
     def on_resources_freed(self) -> None:
-        """A request that runs ended, or went back to the queue."""
+        """Note that a running request ended, or was put back into the queue."""
         self._decoding = max(0, self._decoding - 1)
 
     @property
@@ -84,7 +84,7 @@ class PoolStateSlots:
         """A slot [1] for `request`, pushing out the cheapest victim if none is free; None if
         nothing may go.
         """
-        if not self._leaves_enough():
+        if not self._leaves_room_to_decode():
             return None
         if free_slots(self._allocator) == 0:
             with self._decision_log.making_room_for(request):
@@ -99,7 +99,7 @@ class PoolStateSlots:
             self._cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
         return free_slots(self._allocator) > 0
 
-    def _leaves_enough(self) -> bool:
+    def _leaves_room_to_decode(self) -> bool:
         """True if running requests could still decode, and an unfinished prefill end: a state under
         way cannot be evicted before it is in the tree, nor then, while that prefill goes on from
         it; and with the overlap scheduler steps are prepared until then.

@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 def choose_codecs(options: HybridConfig, context: TreeCacheBuildContext) -> CodecPlan:
-    """Of copies below the device: one codec for all, or what a measurement on the served model
-    allows for each layer (`_measured`).
+    """The codecs of copies below the device: one for all, or those that a measurement on the served
+    model allows for each layer (`_measured`).
     """
     return _chosen(options.hybrid_tier_codec, context, each_layer=True)
 
 
 def choose_device_codecs(options: HybridConfig, context: TreeCacheBuildContext) -> CodecPlan:
-    """Of entries that the device keeps coded: one codec for KV and one for states, whose layers
-    share slots.
+    """The codecs of entries that the device keeps coded: one for KV and one for states, whose
+    layers share slots.
     """
     return _chosen(options.hybrid_device_codec, context, each_layer=False)
 

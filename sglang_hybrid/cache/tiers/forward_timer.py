@@ -80,7 +80,7 @@ class ForwardTimer:
         return forward
 
     def on_launch(self, forward: TimedForward) -> None:
-        """All of `forward` is in its stream."""
+        """Called when all of `forward` is in its stream."""
         forward.ends.record(forward.stream)
         self._under_way.append(forward)
 

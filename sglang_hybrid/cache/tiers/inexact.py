@@ -70,7 +70,7 @@ class ExactPartsCache(UnifiedRadixCache):
     """SGLang's cache, which copies nothing down of requests that ask for exactness."""
 
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
-        """As if the host had no room, which SGLang takes for an answer."""
+        """Returns 0 for nodes that stay on the device, as SGLang does if the host has no room."""
         if any(stays_on_device(self.tree_core.node_by_id(each)) for each in action.node_ids):
             return 0
         written: int = super()._execute_and_commit_kv_backup(action, write_back)

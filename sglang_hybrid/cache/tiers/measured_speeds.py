@@ -71,11 +71,11 @@ class MeasuredSpeeds:
         return self._forwards.begin(float(flops), scheduler)
 
     def on_launch(self, forward: TimedForward) -> None:
-        """All of `forward` has been given to the device."""
+        """Called when all of `forward` has been given to the device."""
         self._forwards.on_launch(forward)
 
     def on_load(self, ack: Any) -> None:
-        """SGLang acknowledges a load from the host (`HiCacheAck`)."""
+        """Called when SGLang acknowledges a load from the host (`HiCacheAck`)."""
         _observe(self.rates.observe_load, ack)
 
     def on_write(self, ack: Any) -> None:
@@ -97,11 +97,11 @@ class MeasuredSpeeds:
         return [(SpeedsMeasured, self.adopt)]
 
     def adopt(self, measured: SpeedsMeasured) -> None:
-        """On every rank at the same step."""
+        """Use these speeds from now on; called on every rank at the same step."""
         self.speeds = measured.speeds
 
     def as_dict(self) -> dict[str, float]:
-        """For /server_info: FLOPs and bytes per second."""
+        """Speeds for /server_info: FLOPs and bytes per second."""
         loads, writes = self.speeds.loads[Tier.HOST], self.speeds.writes[Tier.HOST]
         return {
             "prefill_flops_per_second": float(self.speeds.prefill),

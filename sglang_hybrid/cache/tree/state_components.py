@@ -176,12 +176,12 @@ class RobustMamba(MambaComponent):
         The step in flight when a request ended has consumed its last token too, and SGLang has
         counted it (`kv_committed_len`): the live state is that of all tokens counted. It can be
         kept if the key ends there as well; elsewhere, with pages, the last tracked one is kept.
-        That one is kept, too, where the live state may be of more tokens (`_has_read_on`).
+        That one is kept, too, where the live state may be of more tokens (`_may_be_ahead`).
         """
         exact = (
             token_ids_len == req.kv.kv_committed_len
             and not token_ids_len % self.cache.page_size
-            and not self._has_read_on(req)
+            and not self._may_be_ahead(req)
         )
         if not self.cache.enable_mamba_extra_buffer:
             return token_ids_len if exact else 0
@@ -190,7 +190,7 @@ class RobustMamba(MambaComponent):
         checkpoint = self._select_finished_checkpoint(req, token_ids_len)
         return 0 if checkpoint is None else checkpoint[0]
 
-    def _has_read_on(self, req: Req) -> bool:
+    def _may_be_ahead(self, req: Req) -> bool:
         """True if the live state may be that of more tokens than SGLang has counted: a step of
         speculative decoding was under way when the request ended, or a grammar ended inside of one.
         """
@@ -256,13 +256,13 @@ class RobustMamba(MambaComponent):
         branches = self.cache.enable_mamba_extra_buffer
         if self._parts.options.is_judicious and branches and kind is Kind.CHUNK:
             return Skip.NOT_WORTH
-        if self._gives_up_its_source(req):
+        if self._frees_source_state(req):
             return None
         return None if self._parts.slots.make_room() else Skip.NO_SLOT
 
-    def _gives_up_its_source(self, req: Req) -> bool:
-        """True if SGLang will make room by letting go of the state that the request came from
-        (mamba.py:522-551): with extra_buffer_lazy, if nobody else holds it.
+    def _frees_source_state(self, req: Req) -> bool:
+        """True if SGLang will free the state that the request resumed from (mamba.py:522-551): with
+        extra_buffer_lazy, if no other request holds it.
         """
         lock = req.lock
         if (

@@ -165,7 +165,7 @@ class HybridTreeCore(MarkedTreeCore):
     def _insert_leaf(
         self, parent: UnifiedTreeNode, depth: int, key: Any, value: Any, params: InsertParams
     ) -> InsertStepResult:
-        """Nothing of the key is there, as is usual below what a request holds: one step does it."""
+        """Insert a leaf in one step: no token of `key` is stored, as is usual below a held path."""
         priority, session = params.priority or 0, params.session_id
         leaf = self._add_new_node(parent, key, value, priority, session)
         result = InsertResult(prefix_len=depth, last_device_node=leaf.id)
@@ -286,7 +286,7 @@ class HybridTreeCore(MarkedTreeCore):
     @property
     def evictable_device_leaves(self) -> set[UnifiedTreeNode]:
         """SGLang's set of the leaves that may be evicted."""
-        self._look_at_changed_leaves()
+        self._update_changed_leaves()
         return self._device_leaves
 
     @evictable_device_leaves.setter
@@ -294,7 +294,7 @@ class HybridTreeCore(MarkedTreeCore):
         self._device_leaves = leaves
         self._changed_leaves: set[UnifiedTreeNode] = set()
 
-    def _look_at_changed_leaves(self) -> None:
+    def _update_changed_leaves(self) -> None:
         for node in self._changed_leaves:
             if self._is_device_leaf(node):
                 self._device_leaves.add(node)
@@ -313,12 +313,12 @@ class HybridTreeCore(MarkedTreeCore):
         else:
             self._changed_leaves.add(node)
             if len(self._changed_leaves) > MOST_CHANGED_LEAVES:
-                self._look_at_changed_leaves()
+                self._update_changed_leaves()
         if self.shadow_tree.follows_copies:
             self._sync(node)
 
     def _is_device_leaf(self, node: UnifiedTreeNode) -> bool:
-        """As SGLang's (unified_tree_core.py, _is_device_leaf), without generators."""
+        """The same as SGLang's (unified_tree_core.py, _is_device_leaf), without generators."""
         data = node.component_data
         if node is self.root_node or data[ComponentType.FULL].value is None:
             return False

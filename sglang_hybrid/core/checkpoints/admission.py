@@ -131,8 +131,8 @@ def screen(
     wanted: Sequence[tuple[int, Kind]], prefill: Prefill, min_branch_tokens: int = MIN_BRANCH_TOKENS
 ) -> list[Checkpoint]:
     """Each wanted position on its page, skipped if it is not computed, there already, or too close
-    to the hit or to one before it; whether there is room is not asked. What the client declared and
-    the prompt's end may be close to others.
+    to the hit or to one before it; whether there is room is not asked. Positions that the client
+    declared, and the prompt's end, may be close to others.
     """
     screened: list[Checkpoint] = []
     taken = [prefill.hit_len]

@@ -1,7 +1,7 @@
 """States that a running prefill takes: from the request for a checkpoint to its slot.
 
-The server and the simulator run these same objects. What a slot is, and how one is freed, they
-define themselves (`StateSlots`).
+The server and the simulator run these same objects. Each defines itself what a slot is, and how one
+is freed (`StateSlots`).
 """
 
 from __future__ import annotations

@@ -23,15 +23,15 @@ IntArray = npt.NDArray[np.int64]
 
 TOKENS_PER_STATE = 1_000
 SHARE_OF_SLOTS = 0.5
-"""Of the slots that states have otherwise, where those without one may lie in the place of KV: as
-many as requests hold of those that they count for. They count for 1.25 times what they hold or so
-then, so 0.8 times as many run."""
+"""Share of the usual slots that states get if states without a slot may lie in the place of KV: the
+slots that requests hold, of those that they count for. Requests then count for about 1.25 times the
+slots that they hold, so 0.8 times as many run."""
 SMALLEST_SPILLED = 50
 """Tokens of KV that a state must take the place of to lie there. With fewer, states take less than
 a twentieth of the memory in a pool of their own, and one takes as many launches to move as a large
 one."""
 LARGE_STATE_TOKENS, LARGE_STATES_TO_KV, MOST_STATES_TO_KV = 5_500, 0.2, 1.5
-"""For two pools, see `CostModel.states_to_kv`."""
+"""Constants for two pools, see `CostModel.states_to_kv`."""
 
 MIN_BRANCH_TOKENS = 16
 """Tokens that a branch point must gain over the hit to get a checkpoint, by default."""

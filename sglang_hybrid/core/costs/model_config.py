@@ -228,10 +228,10 @@ def _kimi_linear(config: Config) -> list[Layer]:
     )
     with_delta = set(linear.get("kda_layers") or ())
     kinds = ["linear" if i + 1 in with_delta else "" for i in range(layer_count(config))]
-    return _beside_latent_attention(config, kinds, delta)
+    return _blocks_with_latent_attention(config, kinds, delta)
 
 
-def _beside_latent_attention(config: Config, kinds: list[str], linear: Layer) -> list[Layer]:
+def _blocks_with_latent_attention(config: Config, kinds: list[str], linear: Layer) -> list[Layer]:
     """Blocks of a linear layer, where the kind says so, or of latent attention, and of experts or,
     in the first blocks, an MLP, as DeepSeek-V3 has them.
     """
@@ -265,7 +265,7 @@ def _glm5_next(config: Config) -> list[Layer]:
     taps = integer(config, "linear_conv_kernel_dim", default=4)
     delta = kimi_delta_attention(integer(config, "hidden_size"), heads, head_dim, taps)
     kinds = ["linear" if i in with_delta else "" for i in range(layer_count(config))]
-    layers = _beside_latent_attention(config, mixer_kinds(config, kinds), delta)
+    layers = _blocks_with_latent_attention(config, mixer_kinds(config, kinds), delta)
     if not config.get("mhc"):
         return layers
     streams = integer(config, "hc_mult", default=4)
@@ -296,7 +296,7 @@ def _bailing(config: Config) -> list[Layer]:
     else:
         every = size(config, group, "layer_group_size")
         kinds = ["linear" if (i + 1) % every else "" for i in range(count)]
-    return _beside_latent_attention(config, kinds, linear)
+    return _blocks_with_latent_attention(config, kinds, linear)
 
 
 def _gigachat(config: Config) -> list[Layer]:
@@ -306,7 +306,7 @@ def _gigachat(config: Config) -> list[Layer]:
     named_ones = set(config.get("full_attention_layers") or ())
     kinds = ["" if i in named_ones else "linear" for i in range(layer_count(config))]
     delta = _delta_net_of(config)
-    layers = _beside_latent_attention(config, mixer_kinds(config, kinds), delta)
+    layers = _blocks_with_latent_attention(config, mixer_kinds(config, kinds), delta)
     if "Gated" not in str(config.get("norm_type", "ZeroCenteredGatedNorm")):
         return layers
     norms = 2 if config.get("layernorm_type", "pre_post") == "pre_post" else 1

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class MemoryKind(Enum):
-    """Whose bytes they are."""
+    """The two users of one memory."""
 
     KV = "kv"
     STATES = "states"
@@ -68,7 +68,7 @@ class MemoryAccount(ABC):
             raise AssertionError(f"the memory's account is wrong: {self.as_dict()}")
 
     def as_dict(self) -> dict[str, Any]:
-        """For /server_info: bytes, unless a name says other."""
+        """The account for /server_info: bytes, but `moves` is a count."""
         per_kind = {
             name: {kind.value: bytes_[kind] for kind in MemoryKind}
             for name, bytes_ in (("used", self.used), ("kept", self.kept), ("moved_to", self.moved))

@@ -34,7 +34,7 @@ class TokenPlaces:
 
     @property
     def free(self) -> int:
-        """Places that nobody has."""
+        """Places that are free."""
         return self.rows * self.width - self.taken
 
     def add_row(self) -> int:
@@ -48,7 +48,7 @@ class TokenPlaces:
         return row
 
     def drop_empty_rows(self) -> list[int]:
-        """Drop the rows in which nobody has a place; returns their numbers."""
+        """Drop the rows in which all places are free; returns their numbers."""
         empty = [row for row, taken in self._taken_in.items() if not taken]
         for row in empty:
             self._drop(row)
@@ -61,7 +61,7 @@ class TokenPlaces:
         return places
 
     def give_back(self, places: PlaceArray) -> None:
-        """Nobody has these places any more."""
+        """Free these places."""
         self._owners[places] = FREE
         self.taken -= len(places)
         rows, counts = np.unique(places // self.width, return_counts=True)
@@ -92,7 +92,7 @@ class TokenPlaces:
         return row, old, new, owners
 
     def _find(self, count: int) -> PlaceArray:
-        """So many free places, which are counted as taken from now on."""
+        """Find `count` free places, which are counted as taken from now on."""
         found = [np.empty(0, np.int64)]
         missing = count
         for row, taken in self._taken_in.items():

@@ -41,7 +41,7 @@ class DemandForNodes(Generic[Name]):
         self._hold(name, node, RUNS)
 
     def on_request_end(self, name: Name) -> None:
-        """`name` has ended, was aborted, or is in the window no more."""
+        """Called when `name` has ended, was aborted, or is in the window no more."""
         self._hold(name, None, 0)
 
     def keep_waiting(self, names: Container[Name]) -> None:
@@ -52,7 +52,7 @@ class DemandForNodes(Generic[Name]):
                 self.on_request_end(name)
 
     def forget_all(self) -> None:
-        """The tree was emptied."""
+        """Forget the nodes, after the tree was emptied."""
         self._held.clear()
 
     def _hold(self, name: Name, node: Node | None, points: int) -> None:

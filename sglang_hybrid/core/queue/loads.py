@@ -171,14 +171,14 @@ class LoadsAhead(Generic[Name]):
             self.counts.started += 1
 
     def on_arrival(self, name: Name) -> None:
-        """All bytes of the load for `name` are on the device."""
+        """Called when all bytes of the load for `name` are on the device."""
         load = self._loads.get(name)
         if load is not None and load.under_way:
             load.under_way = False
             self.counts.loaded_bytes += load.size
 
     def on_all_arrived(self) -> None:
-        """No load is under way any more."""
+        """Note that all loads have arrived."""
         for name in self._loads:
             self.on_arrival(name)
 
@@ -203,7 +203,7 @@ class LoadsAhead(Generic[Name]):
             del self._loads[name]
 
     def cancel(self, name: Name) -> None:
-        """`name` left the queue, or what was loaded for it was evicted."""
+        """Called when `name` has left the queue, or what was loaded for it was evicted."""
         self._without_room.discard(name)
         load = self._loads.pop(name, None)
         if load is not None:

@@ -39,7 +39,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class FirstCome:
-    """As they came; SGLang's `fcfs`."""
+    """The order of arrival; SGLang's `fcfs`."""
 
     name = "fcfs"
     holds = False

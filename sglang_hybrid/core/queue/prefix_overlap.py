@@ -49,7 +49,7 @@ class PrefixOverlap:
         self._sorted.setdefault(tenant, SortedKeys()).add(name, key)
 
     def remove(self, name: Hashable) -> None:
-        """It does not wait any more. Raises KeyError if it never did."""
+        """Remove a prompt that does not wait any more. Raises KeyError if it never did."""
         tenant, _ = self._prompts.pop(name)
         self._sorted[tenant].remove(name)
         if not self._sorted[tenant].keys:
@@ -93,7 +93,7 @@ class SortedKeys:
         self.common: list[int] = []
 
     def add(self, name: Hashable, key: bytes) -> None:
-        """One more; equal ones may be there."""
+        """Add a key; equal ones may be there."""
         at = bisect_left(self.keys, key)
         before, after = self.keys[max(at - 1, 0) : at], self.keys[at : at + 1]
         self.keys.insert(at, key)
@@ -108,7 +108,7 @@ class SortedKeys:
         return max((common_prefix(key, other) for other in beside), default=0)
 
     def remove(self, name: Hashable) -> None:
-        """It must be there."""
+        """Remove the key of `name`, which must be there."""
         at = self.names.index(name)
         del self.keys[at], self.names[at]
         beside = self.common[max(at - 1, 0) : at + 1]

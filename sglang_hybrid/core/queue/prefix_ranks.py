@@ -1,8 +1,8 @@
 """Chooses the data-parallel rank that a prompt is sent to: where least is left to do before its
 answer.
 
-Each rank has a cache of its own. What was sent to a rank is taken to be cached there, whatever the
-rank has evicted since; it is remembered for each tenant apart, in whole blocks of tokens.
+Each rank has a cache of its own. A prompt that was sent to a rank is taken to be cached there,
+whatever the rank has evicted since; it is remembered for each tenant apart, in whole blocks.
 
     left(rank) = tokens that wait there to be computed
                + REQUEST_TOKENS for each request there, waiting or running
@@ -108,7 +108,7 @@ class PrefixRanks:
         return _number(session) % len(self.loads)
 
     def _known(self, tenant: Hashable, blocks: Sequence[str]) -> list[int]:
-        """For each rank, how many tokens from the start of a prompt were sent there before."""
+        """The tokens from the start of a prompt that were sent to each rank before."""
         known = [len(blocks) * BLOCK] * len(self.loads)
         held = (1 << len(known)) - 1
         for number, block in enumerate(blocks):

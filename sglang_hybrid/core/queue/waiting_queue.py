@@ -130,7 +130,7 @@ class WaitingQueue(Generic[Name]):
         return own
 
     def on_abort(self, name: Name) -> None:
-        """`name` left the queue and will not run."""
+        """Called when `name` has left the queue and will not run."""
         self._leave(name)
         self.on_request_end(name)
 
@@ -140,7 +140,7 @@ class WaitingQueue(Generic[Name]):
             self._demand.on_request_end(name)
 
     def on_flush(self) -> None:
-        """The tree was emptied."""
+        """Forget the nodes of waiting requests, after the tree was emptied."""
         if self._demand is not None:
             self._demand.forget_all()
 

@@ -107,6 +107,6 @@ class CodedEdges(Generic[Slots]):
         self._edges[head], self._edges[tail] = self._edges[tail].cut(tokens)
 
     def clear(self) -> None:
-        """The tree was emptied."""
+        """Forget all coded edges, after the tree was emptied."""
         self._edges.clear()
         self.tokens = self.slots = 0

@@ -22,7 +22,7 @@ class Listener(Protocol):
     def mark_dirty(self, node: Node) -> None: ...
 
     def forget(self, node: Node) -> None:
-        """`node` leaves the tree, in which it is still."""
+        """Called when `node`, which is still in the tree, is about to leave it."""
 
 
 SETTLED_AT_ONCE = 256

@@ -50,7 +50,7 @@ class Clock:
             self.stamp += 1.0
 
     def advance_to(self, stamp: float) -> None:
-        """It is `stamp` seconds now, or later."""
+        """Set the time to `stamp` seconds, unless it is later already."""
         self._knows_time = True
         self.stamp = max(self.stamp, stamp)
 

@@ -140,7 +140,7 @@ class Pins:
             self._release(first, "expired")
 
     def on_loss(self, node: Node) -> None:
-        """`node` is about to lose its state, or to be removed from the tree."""
+        """Called when `node` is about to lose its state, or to be removed from the tree."""
         if node.pin is not None:
             self._release(node.pin, "evicted")
 
@@ -162,8 +162,8 @@ class Pins:
         self._mark_dirty(head)
 
     def as_dict(self) -> dict[str, Any]:
-        """For /server_info: sums over all tenants. bytes_of_a_tenant: what pins of one payer may
-        take, whatever others have pinned. pinned, refused, gave_way, expired, evicted: how often
+        """Sums over all tenants, for /server_info. bytes_of_a_tenant: limit for the pins of one
+        payer, whatever others have pinned. pinned, refused, gave_way, expired, evicted: how often
         that happened.
         """
         return {

@@ -1,7 +1,7 @@
 """The amounts that payers hold of something bounded, and the payer that holds most.
 
-Who shares is one question, who pays is another. A tenant shares what was computed for it with
-nobody else; its payer is charged for it. Several tenants may have one payer, since a client that is
+A tenant and its payer need not be the same. A tenant shares what was computed for it with nobody
+else; its payer is charged for it. Several tenants may have one payer, since a client that is
 known by one name may name a `cache_salt` of its own with each request. When a bound is reached, the
 payer with the largest part gives way first, so one that sends a flood replaces its own entries.
 """
@@ -14,7 +14,7 @@ from typing import Final
 from sglang_hybrid.core.records.changing_queue import ChangingQueue
 
 NOBODY: Final = object()
-"""No payer; None may be one."""
+"""Stands for no payer; None may be a payer."""
 
 
 def payer_of(tenant: Hashable) -> Hashable:

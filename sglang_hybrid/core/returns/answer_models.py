@@ -15,16 +15,16 @@ LEAST_BYTES: Final = 32 << 10
 """The least bytes of a model that has learnt something: below that it forgets nothing more."""
 
 ADMITTED: Final = 64
-"""Where all models are as small as LEAST_BYTES: one of so many tenants that come anew takes the
-place of the tenant that was absent longest. If all did, more tenants in rotation than there is room
-for would leave each other nothing.
+"""New tenants of which one takes the place of the tenant that was absent longest, when all models
+are as small as LEAST_BYTES. If all did, more tenants in rotation than there is room for would leave
+each other nothing.
 """
 
 
 class AnswerModels:
     """A model for each tenant, within `max_bytes` in all.
 
-    Where they take more, they give way in this order. 1 Models that have learnt nothing yet, of the
+    If they take more, room is made in this order. 1 Models that have learnt nothing yet go, of the
     tenant that was absent longest first: a flood of tenants that never come back costs others
     nothing. 2 What an earlier server had learnt of tenants that have not come yet. 3 The largest
     model of the payer with most (`core/records/shares.py`) forgets half of what it keeps, while it

@@ -1,8 +1,8 @@
 """Predicts whether a session goes on after an answer: learnt from the answer's first and last
 tokens, and from what the client says.
 
-A session goes on after a tool call and ends with an agent's last answer. What such answers look
-like is learnt online, by a logistic regression per tenant. A client's hint is believed as far as
+A session goes on after a tool call and ends with an agent's last answer. Both kinds of answers are
+learnt online, by a logistic regression per tenant. A client's hint is believed as far as
 that tenant's hints have proved true. The expected return is one more feature of the classes of the
 reuse index.
 """
@@ -48,10 +48,10 @@ GAIN, EVIDENCE = 0.05, 6.0
 """Nats per label, and in all, by which predictions must have been better than the share of returns.
 """
 MEMORY = 256
-"""Labels over which that is judged: the weight of one is halved after so many others."""
+"""Labels over which that is judged: after so many others the weight of one is halved."""
 THRESHOLDS = (0.2, 0.8)
 EXPECTATIONS = 2 + len(THRESHOLDS)
-"""Nothing is expected of a return, or how likely one is."""
+"""Buckets by what is expected: nothing, or one of the likelihoods of a return."""
 WAITS = (8.0, 64.0)
 """Seconds by which likely returns are told apart where a client's hint said when."""
 BUCKETS = EXPECTATIONS + 1 + len(WAITS)
@@ -150,7 +150,7 @@ class LearntAnswers:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory that the answer takes."""
         parts = FEATURE_BYTES * len(self.features) + INTERVAL_BYTES * len(self.intervals)
         return LEARNT_BYTES + parts
 

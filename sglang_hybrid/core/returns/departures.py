@@ -1,4 +1,4 @@
-"""Where requests leave a sequence that nothing has continued yet: at its end, or before it."""
+"""Requests that leave a sequence which nothing has continued yet: at its end, or before it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 FADE: Final = 1 - 1 / 512
 """The share of its weight that a request keeps when the next one comes."""
 PRIOR: Final = 10.0
-"""Requests that left at an end, before any did: a few requests say little."""
+"""Requests that count as having left at an end before any came: a few requests say little."""
 
 
 class Departures:
@@ -18,7 +18,7 @@ class Departures:
         self._before = 0.0
 
     def add(self, *, before: bool) -> None:
-        """A request left such a sequence at its end, or before it."""
+        """Count a request that left such a sequence at its end, or before it."""
         self._at_end = FADE * self._at_end + (not before)
         self._before = FADE * self._before + before
 

@@ -37,7 +37,7 @@ class FeatureWeights:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that they take."""
+        """Memory that the weights take."""
         return (FEATURE_BYTES if self._features is not None else 8) * len(self.weights)
 
     def take(self, features: Features) -> Floats:
@@ -72,7 +72,7 @@ class FeatureWeights:
         self.squares = np.insert(self.squares, before, FIRST_SQUARES)
 
     def _spread(self) -> None:
-        """All features get their places."""
+        """Store a weight for each of all features, no longer of those that were seen only."""
         features, weights, squares = self.learnt()
         self._features = None
         self.weights = np.zeros(FEATURES, dtype=np.float32)

@@ -149,11 +149,11 @@ class SeenClasses:
         self._order: tuple[IntArray, IntArray, IntArray, ClassTree] | None = None
 
     def number(self, reuse_class: int) -> int:
-        """Its number; UNSEEN if it has none."""
+        """The number of a class; UNSEEN if it has none."""
         return self._numbers[reuse_class]
 
     def add(self, reuse_class: int) -> int:
-        """It has a position now; returns its number."""
+        """Give a number to a class that has a position now, and return it."""
         number = self._numbers[reuse_class] = len(self._classes)
         self._classes.append(reuse_class)
         self._order = None

@@ -12,8 +12,8 @@ reads by it, and traces have hints of sessions as their text (`Hint.parse`).
     hybrid.import      the prompt begins with modules of a schema (schemas/endpoints/actions.py)
     hybrid.segments    spans of the prompt are modules without a schema (schemas/endpoints/spans.py)
 
-A position counts tokens from the start of the prompt. What is wrong with a hint is a ValueError
-with one sentence that names the field, its value and what it may be.
+A position counts tokens from the start of the prompt. A wrong hint raises ValueError with one
+sentence that names the field, its value and what it may be.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ MOST_POSITIONS: Final = 16
 """Positions that one request may declare. Each takes a state slot, if need be another state's."""
 
 LEAST_SECONDS: Final = 0.125
-"""Shorter waits until a session returns are taken to be so long."""
+"""The shortest wait until a session returns; shorter ones count as this."""
 
 MOST_SECONDS: Final = 604_800
-"""Until a session returns: a week."""
+"""The longest wait until a session returns: a week."""
 
 _TIMED: Final = re.compile(r"return *; *seconds *= *(?P<seconds>[0-9]+(\.[0-9]+)?)\Z")
 
@@ -70,7 +70,7 @@ class Hint:
 
     @classmethod
     def after(cls, seconds: float) -> Hint:
-        """Another request follows after so many seconds. Raises ValueError."""
+        """A hint that another request follows after so many seconds. Raises ValueError."""
         if not 0 < seconds <= MOST_SECONDS:
             raise ValueError(
                 f"a session returns after {shown(seconds)} seconds; say more than 0 and at most "

@@ -127,8 +127,8 @@ class HistoryMatch:
         return message_starts[-behind] if repeats else self.moved_part
 
     def messages_behind(self, message_starts: Sequence[int]) -> int:
-        """How many messages before the end of the earlier prompt this one leaves it: that inside
-        which they part, and those behind it. 0 if there is no earlier prompt, or the number of its
+        """The messages of the earlier prompt that this one does not repeat: the one inside which
+        they part, and those behind it. 0 if there is no earlier prompt, or the number of its
         messages is not known. message_starts: as for `next_branch`.
         """
         if self.earlier is None or not self.earlier.messages:
@@ -340,11 +340,11 @@ class History:
         model = self._answers.of(tenant)
         if model is None:
             return None
-        answer = self._teach(model, reused, answer_ids, now, hint)
+        answer = self._update_model(model, reused, answer_ids, now, hint)
         self._answers.on_change(tenant)
         return answer
 
-    def _teach(
+    def _update_model(
         self,
         model: AnswerModel,
         reused: HistoryNode | None,
@@ -358,7 +358,7 @@ class History:
         model.give_up(now)
         if not len(answer_ids) and hint is None:
             return None
-        answer = model.on_answer_end(answer_ids, now, self._in_its_time(hint))
+        answer = model.on_answer_end(answer_ids, now, self._in_time_unit(hint))
         if not self.answers_count:
             answer.believe_nothing()
         return answer
@@ -389,7 +389,7 @@ class History:
         model = self._answers.of(tenant)
         if model is None:
             return
-        said = answer.hint = self._in_its_time(hint)
+        said = answer.hint = self._in_time_unit(hint)
         answer.expected, answer.wait = model.expect(answer.features, said), model.wait(said)
         for node in path:
             if node.last is answer and node.interval_id != NO_INTERVAL:
@@ -409,7 +409,7 @@ class History:
         self._answers.restore(learnt.answers, name_of)
         return True
 
-    def _in_its_time(self, hint: Hint | None) -> Hint | None:
+    def _in_time_unit(self, hint: Hint | None) -> Hint | None:
         """`hint`, whose seconds say nothing where time is counted in requests."""
         if hint is None or self.time_unit is TimeUnit.SECONDS:
             return hint
@@ -436,7 +436,7 @@ class History:
         moved_part = answer_lost = 0
         earlier = None
         if matched < usable:
-            moved, first, earlier = _earlier(tree, fingerprints, path, matched)
+            moved, first, earlier = _newest_continuation(tree, fingerprints, path, matched)
             if first is not None and first.answer_start < matched:
                 answer_lost = first.depth - matched
             prompt = fingerprints[: TOKEN_BYTES * usable]
@@ -494,7 +494,7 @@ class History:
                     del self._tenants[payer]
 
 
-def _earlier(
+def _newest_continuation(
     tree: HistoryTree, fingerprints: bytes, path: list[HistoryNode], matched: int
 ) -> tuple[bytes, HistoryNode | None, HistoryNode | None]:
     """The continuation of the newest sequence that has the first `matched` tokens of a prompt: the

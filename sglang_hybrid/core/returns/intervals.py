@@ -22,7 +22,7 @@ FADED = 1_024
 REFUTED = 6.0
 """The amount (in nats) by which the short estimate must foretell better."""
 LEAST: Final = 1e-4
-"""Probability of what nobody expects."""
+"""The least probability that an estimate gives, and the least that it leaves to the opposite."""
 EVIDENCE = 64
 """Intervals of a class after which evidence counts half."""
 

@@ -41,7 +41,7 @@ class ExpectedReturns:
             del self._times[self._sorted.pop()[1]]
 
     def forget(self, position: int) -> None:
-        """Somebody came back, or nobody will."""
+        """Remove a session that has come back, or will not."""
         time = self._times.pop(position, None)
         if time is not None:
             del self._sorted[bisect_left(self._sorted, (time, position))]

@@ -89,7 +89,7 @@ class KvEdges:
         return self._slots[node]
 
     def take_flag(self, node: Node, flag: int) -> None:
-        """`node` has this flag no more."""
+        """Remove this flag of `node`."""
         self._flags[self._slots[node]] &= ~flag
 
     def have(self, slots: IntArray, flag: int) -> npt.NDArray[np.bool_]:
@@ -126,7 +126,7 @@ class KvEdges:
         return slot
 
     def _grow(self) -> None:
-        """Twice as many slots, all free but those in use."""
+        """Double the slots; the new ones are free."""
         had = len(self._flags)
         count = max(had, FIRST_SLOTS)
         for values in (self._above, self._children, self._tokens, self._freed, self._flags):

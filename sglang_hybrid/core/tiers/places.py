@@ -97,7 +97,7 @@ def copies_of(node: Node) -> Copies:
 
 def was_refused(node: Node) -> bool:
     """True if a copy of `node` below the device was refused or evicted, and no request has resumed
-    from `node` since. What was worth more than that copy then is worth more now.
+    from `node` since. Entries that were worth more than that copy then are worth more now.
     """
     return copies_of(node).refused == node.last_used
 
@@ -141,7 +141,7 @@ class Placement:
         return cost.bytes_in(tier, self.kv_tokens[tier], self.states[tier])
 
     def add_kv(self, node: Node, tier: Tier) -> None:
-        """`tier` has the KV of the edge to `node` now."""
+        """Note that `tier` has the KV of the edge to `node`."""
         if node.copies is None:
             node.copies = Copies()
         copies = copies_of(node)
@@ -163,7 +163,7 @@ class Placement:
             self._count(node, tier, -1)
 
     def add_state(self, node: Node, tier: Tier) -> None:
-        """`tier` has the state of `node` now."""
+        """Note that `tier` has the state of `node`."""
         copies = copies_of(node)
         if not copies.has_state(tier):
             copies.state |= 1 << tier
@@ -171,7 +171,7 @@ class Placement:
             self.tree.mark_dirty(node)
 
     def drop_state(self, node: Node, tier: Tier) -> None:
-        """`tier` has it no more. With its last copy that counts the tree's node loses its state."""
+        """Note that `tier` lost the state; with the last copy that counts the node loses it."""
         copies = copies_of(node)
         if copies.has_state(tier):
             copies.state &= ~(1 << tier)

@@ -116,7 +116,7 @@ class Speeds:
         host_write: Link | None = None,
         disk_write: Link | None = None,
     ) -> Speeds:
-        """Writes are as fast as loads where nothing else is said."""
+        """The speeds of tiers; writes that are not given are as fast as loads."""
         loads = (INSTANT, host, disk)
         return cls(prefill, loads, (INSTANT, host_write or host, disk_write or disk))
 
@@ -155,8 +155,8 @@ class LineEstimate:
         return self.base + size / self.rate
 
     def observe(self, size: float, seconds: float) -> bool:
-        """`size` FLOPs or bytes took so long. Returns whether the line was fitted anew. What took
-        no time, or had no size, says nothing.
+        """Note the seconds that `size` FLOPs or bytes took. Returns whether the line was fitted
+        anew. A measurement without time or size is ignored.
         """
         if size <= 0 or seconds <= 0:
             return False

@@ -128,7 +128,7 @@ class CopyJudge:
         """True if what is resumed from at `node`, its state or without states its KV, should be
         copied, with what the host lacks of the path to it.
         """
-        return self._pays(node) and self._beats_the_host(node)
+        return self._pays(node) and self._is_worth_host_room(node)
 
     def _pays(self, node: Node) -> bool:
         pools, speeds = self._pools, self._pools.speeds.speeds
@@ -139,8 +139,8 @@ class CopyJudge:
         saves = copy_saves(node, Tier.HOST, pools.cost, speeds, counted)
         return write_pays(self._missing(node), saves, returns, Tier.HOST, speeds)
 
-    def _beats_the_host(self, node: Node) -> bool:
-        """True if there is room for the copy, or it is worth more than what it would push out; not
+    def _is_worth_host_room(self, node: Node) -> bool:
+        """True if there is room for the copy, or it is worth more than those it would replace; not
         if the path to it is longer than the host, which would be emptied in vain.
         """
         pools, cost = self._pools, self._pools.cost

@@ -1,9 +1,9 @@
 """Entries that are kept coded on the device instead of being evicted (`--hybrid-device-codec`).
 
-What would be evicted is coded first: its KV and its state stay where they are, as smaller numbers,
-in a half or a quarter of their bytes, and give back the rest. What is coded already is evicted when
-nothing is left to code, or when that is worth less than what coding another entry loses
-(`INEXACT`). A hit decodes what it reads. What running requests hold is never coded.
+An entry is coded before it would be evicted: its KV and its state stay where they are, as smaller
+numbers, in a half or a quarter of their bytes, and give back the rest. A coded entry is evicted
+when nothing is left to code, or when it is worth less than what coding another entry loses
+(`INEXACT`). A hit decodes what it reads. Entries that running requests hold are never coded.
 
 The KV of a node is coded after that of its children, so that a path is exact down to some node and
 coded below it. KV that serves nothing but what is below, of nodes without a state of their own that

@@ -66,13 +66,13 @@ class Policy:
         return None
 
     def on_eviction(self, node: Node, score: float) -> None:
-        """`node` was chosen at `score` and will be evicted."""
+        """Called when `node` was chosen at `score` and will be evicted."""
 
     def on_demotion(self, node: Node, score: float) -> None:
-        """`node` was chosen at `score` and leaves one tier, while its state stays in another."""
+        """Called when `node`, chosen at `score`, leaves a tier, but its state stays in another."""
 
     def forget(self, node: Node) -> None:
-        """`node` left the cache."""
+        """Called when `node` has left the cache."""
 
 
 class Lru(Policy):

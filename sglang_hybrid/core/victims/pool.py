@@ -114,7 +114,7 @@ class Pool:
         self.settle: Callable[[], None] = _nothing_to_settle
 
     def mark_dirty(self, node: Node) -> None:
-        """Something about `node` changed."""
+        """Called when something about `node` has changed."""
         self._dirty[node] = None
 
     def on_arrival(self) -> None:
@@ -125,7 +125,7 @@ class Pool:
             self._describe(DESCRIBED_PER_ARRIVAL)
 
     def forget(self, node: Node) -> None:
-        """`node` left the tree."""
+        """Called when `node` has left the tree."""
         self._dirty.pop(node, None)
         self._leave(node)
         self.policy.forget(node)
@@ -347,4 +347,4 @@ class Pool:
 
 
 def _nothing_to_settle() -> None:
-    """For a pool that listens to no tree yet."""
+    """Do nothing: the callback of a pool that listens to no tree yet."""

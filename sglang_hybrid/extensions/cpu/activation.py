@@ -24,8 +24,8 @@ GPU_LINES: Final = {
     "sglang.srt.distributed.bootstrap": "init_cpu_threads_env and shared memory based AllReduce",
     "sglang.srt.model_executor.model_runner_components.cuda_graph_setup": "Disable prefill CUDA",
 }
-"""By the names of SGLang's loggers, how lines begin that say what only a GPU, or another engine for
-CPUs, has."""
+"""Beginnings of lines of the log, by SGLang's loggers, that are about a GPU, or another engine for
+CPUs."""
 
 
 def activate() -> None:
@@ -33,7 +33,7 @@ def activate() -> None:
     bind_on_import()
     leave_out(GPU_LINES)
     wait_briefly(os.environ)
-    # What SGLang waits for when a process has died: GPUs that settle, and their core dumps.
+    # Waits of SGLang after a process has died: for GPUs that settle, and for their core dumps.
     os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 

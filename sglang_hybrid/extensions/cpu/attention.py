@@ -129,12 +129,12 @@ class HybridCpuAttnBackend(AttentionBackend):
         return self._pool(layer)
 
     def newest(self) -> native.Sequences:
-        """Where the KV of each sequence lies, in a batch that only decodes."""
+        """The slots of each sequence's KV, in a batch that only decodes."""
         return self._batch.sequences(encoder=False, window_pool=False)
 
     def _pool(self, layer: RadixAttention) -> Pool:
-        """Latent attention keeps a token's value in the front of its key: there keys stand for
-        values, too, and what they yield is cut to the values' width.
+        """Keys and values of a layer. Latent attention keeps a token's value in the front of its
+        key: keys stand for values there, and the output is cut to the values' width.
         """
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
@@ -159,7 +159,7 @@ class DraftSteps:
 
 
 class _Batch:
-    """Where the tokens of one forward pass lie; layers of the same kind share what is found."""
+    """The slots of one forward pass's tokens; layers of the same kind share what is found."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class _Batch:
         return self._sequences[key]
 
     def _slots(self, *, encoder: bool, window_pool: bool) -> Sequence[Tensor]:
-        """Of each sequence. They are looked up together where names stand for them."""
+        """The slots of each sequence. If ids stand for slots, they are looked up all at once."""
         found = []
         for row, before, length in zip(self._rows, self._encoder, self._lengths, strict=True):
             begin, end = (0, before) if encoder else (before, before + length)

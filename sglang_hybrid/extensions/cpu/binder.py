@@ -18,7 +18,7 @@ _registered = False
 
 
 class BindingError(RuntimeError):
-    """SGLang's module lacks a name that the platform replaces."""
+    """Raised if SGLang's module lacks a name that the platform replaces."""
 
 
 def bind_on_import() -> None:

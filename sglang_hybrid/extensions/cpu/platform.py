@@ -55,7 +55,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """Nothing is compiled: torch's default backend needs a C++ compiler on the machine."""
+        """A backend that compiles nothing: torch's default needs a C++ compiler on the machine."""
         return "eager"
 
     def support_mamba_cache_extra_buffer(self) -> bool:
@@ -124,7 +124,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         torch.compiler.set_stance("force_eager")  # as in get_compile_backend
         teach_torch_mm_with_dtype()
         keep_freed_memory()
-        _teach_torch_to_live_without_cuda()
+        _patch_torch_without_cuda()
         _simulate_bandwidth()
 
 
@@ -160,8 +160,8 @@ def _simulate_bandwidth() -> None:
     transfer_streams.simulate(parse_links(text).get("host"))
 
 
-def _teach_torch_to_live_without_cuda() -> None:
-    """Four of torch's names raise without an accelerator, and SGLang uses them on every platform:
+def _patch_torch_without_cuda() -> None:
+    """Replace four names of torch that raise without an accelerator but are used on every platform:
     `Tensor.pin_memory` for each decode batch (sglang/srt/managers/schedule_batch.py, mamba track
     mask), `torch.cuda.synchronize` where a draft model gets its target's embeddings,
     `torch.cuda.Event` where a prefill server sends what it has found in its cache, and
@@ -173,7 +173,7 @@ def _teach_torch_to_live_without_cuda() -> None:
         return tensor
 
     def synchronize(device: object = None) -> None:
-        """Nothing runs beside the caller."""
+        """Do nothing: no work runs beside the caller."""
 
     torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
     torch.cuda.synchronize = synchronize

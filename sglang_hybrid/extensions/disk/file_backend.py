@@ -37,7 +37,7 @@ from sglang_hybrid.storage.store import Store
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.05
-"""Of the file system, left free."""
+"""Share of the file system that is left free."""
 
 
 class FileBackend(HiCacheStorage):
@@ -160,7 +160,7 @@ class FileBackend(HiCacheStorage):
             if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
                 lengths = set(range(1, _leading(there) + 1))
             elif transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
-                lengths = _lengths_with_a_tail(there, len(transfer.keys or ()) or 1)
+                lengths = _lengths_with_full_tail(there, len(transfer.keys or ()) or 1)
             else:  # SGLang's own file backend refuses these pools as well
                 raise ValueError(f"The disk tier has no pools with hits by {transfer.hit_policy}.")
             if lengths:
@@ -225,7 +225,7 @@ class FileBackend(HiCacheStorage):
         return [False] * len(keys) if self.store is None else self.store.contains(kind, keys)
 
     def knows(self, kind: str, keys: Sequence[str]) -> list[bool]:
-        """As `holds`, without counting a use."""
+        """The same as `holds`, without counting a use."""
         return [False] * len(keys) if self.store is None else self.store.knows(kind, keys)
 
 
@@ -254,7 +254,7 @@ _SHAPE = (
     *("temporal_dtype", "temporal_state_shape", "conv_state_shapes"),
 )
 _LAYERS = ("start_layer", "end_layer")
-"""Of a stage. Where there is one, it has all layers, and SGLang's unified pool ends elsewhere."""
+"""Layers of a stage, of several ones: one has all, and SGLang's unified pool names another end."""
 
 
 def _pool_facts(pool: Any, stages: int) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def _leading(there: Sequence[bool]) -> int:
     return next((number for number, one in enumerate(there) if not one), len(there))
 
 
-def _lengths_with_a_tail(there: Sequence[bool], tail: int) -> set[int]:
+def _lengths_with_full_tail(there: Sequence[bool], tail: int) -> set[int]:
     """Lengths whose last `tail` pages are all there (fewer where the prompt has fewer)."""
     found, run = set(), 0
     for length, one in enumerate(there, start=1):

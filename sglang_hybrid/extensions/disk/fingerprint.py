@@ -57,7 +57,7 @@ def _add(total: blake2b, descriptor: int, start: int, length: int) -> None:
 
 
 def _blocks(path: Path, size: int) -> Iterator[tuple[int, int]]:
-    """Where blocks begin, and how long they are."""
+    """The first byte of each block that is read, and its length."""
     spans = _tensors(path, size) if path.suffix == ".safetensors" else []
     many = _BLOCKS_PER_TENSOR if spans else _BLOCKS_PER_FILE
     for start, end in [(0, min(size, _BLOCK)), *spans] if spans else [(0, size)]:

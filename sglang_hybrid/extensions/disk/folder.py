@@ -134,8 +134,8 @@ class RankFolder:
         return (here.st_dev, here.st_ino) == (ours.st_dev, ours.st_ino)
 
     def files(self) -> Iterator[os.DirEntry[str]]:
-        """Everything in the rank's folder but its lock, and in folders there whose names are hex
-        digits, as those of ours are; what others put there is among it.
+        """All entries of the rank's folder but its lock, and of folders there with names of hex
+        digits, as ours have; files that others put there are among them.
         """
         for entry in _entries(self.path):
             if _HEX.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):

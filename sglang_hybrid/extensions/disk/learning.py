@@ -2,7 +2,7 @@
 
 The rank that receives requests reads the file when it starts and sends its content to all ranks
 with the requests of a step, so that all begin with the same. It alone writes the file: while
-requests end once a minute, and some seconds after the last one. What it writes is collected a few
+requests end once a minute, and some seconds after the last one. Its content is collected a few
 tenants at a step, and written in the background.
 """
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 SAVE_SECONDS = 60.0
 IDLE_SECONDS = 5.0
 TENANTS_AT_ONCE = 16
-"""Whose models are collected at one step: half a millisecond."""
+"""Tenants whose models are collected at one step, which takes half a millisecond."""
 
 
 @dataclass
@@ -79,11 +79,11 @@ class Learning:
         self._uncollected: Iterator[tuple[str, LearntAnswers]] | None = None
 
     def on_request_end(self) -> None:
-        """A request ended."""
+        """Count a request that ended."""
         self.ended += 1
 
     def poll(self) -> list[LearntBefore]:
-        """On the rank that receives requests, at every step: what all ranks begin with, once."""
+        """The message with what was learnt before, once, for all ranks; later saves are begun."""
         if not self._read:
             self._read = True
             return self._restored()
@@ -98,13 +98,13 @@ class Learning:
         return [(LearntBefore, self.restore)]
 
     def restore(self, before: LearntBefore) -> None:
-        """On every rank, at the same step."""
+        """Restore what an earlier server learnt; called on every rank, at the same step."""
         learnt, self.counts.unreadable = unpack(before.content)
         if self._history.restore(learnt, TenantNames(before.key).name):
             self.counts.restored = len(learnt.answers)
 
     def as_dict(self) -> dict[str, int]:
-        """For /server_info."""
+        """The values for /server_info."""
         return asdict(self.counts)
 
     def _folder(self) -> RankFolder | None:

@@ -64,7 +64,7 @@ class Header:
 
 
 def object_path(rank: Path, names: Sequence[bytes]) -> Path:
-    """Where a rank's folder has the file of these objects."""
+    """The path of the file of these objects in a rank's folder."""
     first = names[0].hex()
     return rank / first[:2] / f"{first}-{len(names)}{SUFFIX}"
 

@@ -128,7 +128,7 @@ class ObjectIndex:
             self._knows_uses = True
 
     def on_use(self, file: StoredFile, now: float) -> None:
-        """Something of a file was looked up, read or written again."""
+        """Note that an object of a file was looked up, read or written again."""
         current = self._files.get(file.path) is file
         if current and now - self._intervals.since(file.interval_id) > ONE_USE:
             interval = self._intervals.on_return(file.interval_id, now)

@@ -36,7 +36,7 @@ from sglang_hybrid.extensions.disk.uses_file import Uses, save_uses
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 60.0
-"""Between two attempts to write to a disk that is full or refuses."""
+"""Time between two attempts to write to a disk that is full or refuses."""
 
 _ROOM_AT_ONCE = 0.02
 """Share of the budget that is freed at once, so that a full folder is sorted rarely."""
@@ -244,7 +244,7 @@ class ObjectStore:
         self.folder.close()
 
     def info(self) -> dict[str, Any]:
-        """For /server_info; counts over all tenants. The scheduler asks: it waits for nobody."""
+        """Counts over all tenants, for /server_info. The scheduler calls it; it never waits."""
         return {
             "bytes": self.used_bytes,
             "budget": self.budget,

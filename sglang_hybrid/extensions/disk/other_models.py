@@ -94,7 +94,7 @@ def remove_model(tier: Path, identity: str) -> tuple[int, int]:
                     _remove_last(LOCK, rank)
                 with contextlib.suppress(OSError):
                     os.rmdir(name, dir_fd=model)
-            for file in filter(_is_beside_a_rank, os.listdir(model)):
+            for file in filter(_is_file_of_rank, os.listdir(model)):
                 if _is_unfinished(file) or has_identity(file, identity, model):
                     with contextlib.suppress(OSError):
                         removed.append(remove_regular(file, model))
@@ -146,7 +146,7 @@ def _is_unfinished(name: str) -> bool:
     return finished_name(name) != name
 
 
-def _is_beside_a_rank(name: str) -> bool:
+def _is_file_of_rank(name: str) -> bool:
     rank, _, suffix = finished_name(name).rpartition(".")
     own = suffix in ("learnt", "uses") and _RANK.fullmatch(rank) is not None
     return own or (_is_unfinished(name) and finished_name(name) == MANIFEST)

@@ -33,7 +33,7 @@ _SETTINGS = (
 """Server arguments that change what KV and states of the same tokens are."""
 
 _FILES = ("quantization_param_path", "decrypted_config_file", "rl_quant_profile")
-"""Server arguments that name a file whose content does."""
+"""Server arguments that name a file whose content identifies the model."""
 
 _FROM_ELSEWHERE = ("remote_instance", "rdma", "private", "ipc_cache")
 """Load formats whose weights are not those of --model-path: another server's, say."""
@@ -55,7 +55,7 @@ def served_model() -> dict[str, Any]:
     arguments: Any = get_server_args()
     if arguments.load_format == "dummy":
         raise Unidentified("weights of --load-format dummy have no identity")
-    if elsewhere := next(_elsewhere(arguments), ""):
+    if elsewhere := next(_flags_of_other_weights(arguments), ""):
         raise Unidentified(f"weights of {elsewhere} may be others than those of --model-path")
     adapters = [_adapter(adapter) for adapter in arguments.lora_paths or ()]
     return {
@@ -69,7 +69,7 @@ def served_model() -> dict[str, Any]:
     }
 
 
-def _elsewhere(arguments: Any) -> Iterator[str]:
+def _flags_of_other_weights(arguments: Any) -> Iterator[str]:
     """Flags by which weights come from elsewhere than the model's folder."""
     if arguments.load_format in _FROM_ELSEWHERE:
         yield f"--load-format {arguments.load_format}"

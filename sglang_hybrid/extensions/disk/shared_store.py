@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 SUM_BYTES: Final = 16
 RETRY_SECONDS: Final = 10.0
-"""Between two questions to a master that cannot be reached."""
+"""Time between two questions to a master that cannot be reached."""
 
 START_SECONDS: Final = 30.0
-"""Between two attempts to join the store."""
+"""Time between two attempts to join the store."""
 
 AT_ONCE: Final = 64 << 20
 """Bytes that are written or read by one call of Mooncake's: its buffer's size."""
@@ -159,7 +159,7 @@ class SharedStore:
         return self.contains(kind, keys)
 
     def clear(self) -> None:
-        """Nothing: the objects are those of other servers, too."""
+        """Do nothing: the objects are those of other servers, too."""
 
     def turn_off(self, why: str) -> None:
         if self.in_use:
@@ -291,7 +291,7 @@ def _join(master: str, settings: Mapping[str, Any]) -> Joined:
 
 
 def _address_towards(master: str) -> str:
-    """This machine's address in the network of the master."""
+    """The address of this machine in the network of the master."""
     host, _, port = master.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -122,11 +122,11 @@ class WaitingBodies:
         self._total = self._most = 0
         self._bytes: dict[_Reader, int] = {}  # the one that began first is the first
         self._arriving: dict[_Reader, tuple[float, int]] = {}
-        """When `LONG` bytes had come the last time, and all that had; the oldest is the first."""
+        """Time at which `LONG` bytes had come last, and all bytes by then; the oldest is first."""
         self._removed = asyncio.Event()
 
     async def add(self, reader: _Reader, size: int) -> None:
-        """The next `size` bytes of a body have come. Returns when the next ones may be read."""
+        """Count the next `size` bytes of a body. Returns when the next ones may be read."""
         self._bytes[reader] = self._bytes.get(reader, 0) + size
         self._total += size
         self._most = max(self._most, self._total)

@@ -335,7 +335,7 @@ def _samples(params: object) -> int:
 
 
 def _check_logprobs(manager: TokenizerManager, request: GenerateReqInput, prompt: int) -> None:
-    """Also where `return_logprob` is off: other requests of a step may turn it on."""
+    """Check them also without `return_logprob`: other requests of a step may turn it on."""
     start, top = request.logprob_start_len, request.top_logprobs_num
     for name, value in (("logprob_start_len", start), ("top_logprobs_num", top)):
         if type(value) is not int:

@@ -169,7 +169,7 @@ def stops(field: str, given: str | Sequence[str] | None, longest: int) -> Sequen
 
 
 def typed(field: str, value: object, schema: type[msgspec.Struct]) -> None:
-    """`value` is an object with the types of `schema`."""
+    """Check that `value` is an object with the types of `schema`."""
     try:
         msgspec.convert(value, schema)
     except msgspec.ValidationError as error:

@@ -24,8 +24,8 @@ KEPT: Final = 512
 """Memory of one compiled pattern at most, and how many are kept for the next step."""
 
 MOST_INSTRUCTIONS: Final = 2_048
-"""Of RE2's programs for all patterns of a request. A step takes up to 8 ns for each and each
-character of the answer that a match may reach: `(a|b){1000}c` has 3,005, `.{0,100}User:` 909.
+"""Instructions of RE2's programs for all patterns of a request. A step takes up to 8 ns for each
+and each character that a match may reach: `(a|b){1000}c` has 3,005, `.{0,100}User:` 909.
 """
 
 VALUES: Final = ("const", "enum", "default", "examples")
@@ -57,7 +57,7 @@ def check_patterns(field: str, patterns: Iterable[str]) -> None:
 
 
 def _instructions(field: str, pattern: str) -> int:
-    """Those of a pattern's program."""
+    """The number of instructions of a pattern's program."""
     try:
         re.compile(pattern)
         return int(_compiled(pattern).programsize)

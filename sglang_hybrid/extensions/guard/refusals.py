@@ -84,7 +84,7 @@ def slow_down(scheduler: Scheduler, request: SlowDownReqInput) -> None:
 
 
 def profile(scheduler: Scheduler, request: ProfileReq) -> None:
-    """Whatever could go wrong later, in the middle of a step."""
+    """Check all that could go wrong later, in the middle of a step."""
     running = getattr(scheduler.profiler_manager, "profile_in_progress", None)
     if request.req_type is ProfileReqType.STOP_PROFILE:
         if running is False:

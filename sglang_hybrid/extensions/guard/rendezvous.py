@@ -13,9 +13,9 @@ from torch.distributed.rendezvous import rendezvous
 from sglang_hybrid.serving.requests.errors import Refused
 
 SECONDS = 60.0
-"""Until a master must listen, while requests go on, and until all members of a group are there,
+"""Time until a master must listen, while requests go on, and until all members of a group are here,
 while a scheduler does nothing else. Torch's own time is half an hour. An operator whose trainers
-come later says so (SGLang's --dist-timeout).
+come later sets SGLang's --dist-timeout.
 """
 
 STEP = 0.5

@@ -204,7 +204,7 @@ async def end_on_signal(manager: TokenizerManager) -> None:
         await _release(manager)
         message = MESSAGE
     assert manager._server_stop_hook is not None
-    _leave_in_time()
+    _exit_after_timeout()
     manager._server_stop_hook()
     await _cut(manager, CLOSE_SECONDS, message)  # is cancelled when the HTTP server has stopped
     logger.warning("sglang_hybrid: connections are still open; leaving without them.")
@@ -307,8 +307,8 @@ def ignore_late_output() -> None:
     log.addFilter(lambda record: LATE_OUTPUT not in str(record.msg))
 
 
-def _leave_in_time() -> None:
-    """The HTTP server's last steps block the loop, and so everything that could end it."""
+def _exit_after_timeout() -> None:
+    """End the process after a time, by a thread: the HTTP server's last steps block the loop."""
     timer = threading.Timer(CLOSE_SECONDS + 1, lambda: leave_at_once(exit_status()))
     timer.daemon = True
     timer.start()

@@ -51,7 +51,7 @@ def check_text(manager: Any, text: Any) -> None:
 
 
 def check_rendered(text: str) -> None:
-    """As `check_text`, for a chat that was rendered, if this process is an HTTP server."""
+    """Call `check_text` for a chat that was rendered, if this process is an HTTP server."""
     if len(text) >= RENDERED:
         from sglang.srt.entrypoints.http_server import get_global_state
 

@@ -21,7 +21,7 @@ from sglang_hybrid.extensions.lab.simulation.traces.formats import write_trace
 from sglang_hybrid.extensions.lab.simulation.traces.lines import whole_file
 
 AVMP = "avmp"
-"""In the place of a trace: the comparison of the AVMP paper."""
+"""The argument that asks, in the place of a trace, for the comparison of the AVMP paper."""
 
 ASSUMED = "the costs of Marconi's 7B model are assumed; --model DIR takes those of yours"
 

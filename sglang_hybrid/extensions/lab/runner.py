@@ -131,7 +131,7 @@ class Result:
         return float(cost.flops(self.hit_len.astype(np.float64)).sum() / spent)
 
     def ttft_percentile(self, percent: float) -> float:
-        """In seconds, by the model of time, or by the paper's if there was none."""
+        """A percentile of times to first token in seconds, by the model of time, or the paper's."""
         return float(np.percentile(self.ttft if len(self.ttft) else self.paper_ttft, percent))
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A server writes finished requests into a recording (`--hybrid-record`); this program reads the lines
 as they come, and serves each request to a simulated cache of every policy, without a model. It runs
-beside the server, which knows nothing of it. What the server itself hit is in the recording.
+beside the server, which knows nothing of it. The server's own hits are in the recording.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ late.
 """
 
 STEP_SECONDS: Final = 1.0
-"""Between two looks at the file."""
+"""Time between two looks at the file."""
 
 FORESEEING: Final = (*ORACLES, *BEST_OF)
 """Policies that need the whole trace before its first request."""

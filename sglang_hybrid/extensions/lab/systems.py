@@ -106,7 +106,7 @@ def _evicting(make: Callable[..., Policy]) -> System:
     return System(build, options_of(make), in_tiers)
 
 
-def _told(
+def _with_knowledge(
     learn: Callable[..., Knowledge], make: Callable[..., Policy], *, in_tiers: bool = True
 ) -> System:
     """A simulator whose policies, which `make` makes, are told what `learn` makes of a setting."""
@@ -255,14 +255,14 @@ SYSTEMS.update(
         "density": _evicting(Density),
         "vllm": System(_served_vllm, ("groups",)),
         "tensorrt-llm": System(_tensorrt_llm, ("turns", "offset", "block")),
-        "cachescout": _told(lambda _: Transitions(), CacheScout, in_tiers=False),
-        "pbkv": _told(lambda _: Invocations(), Pbkv, in_tiers=False),
-        "cachewise": _told(lambda _: Durations(), CacheWise, in_tiers=False),
+        "cachescout": _with_knowledge(lambda _: Transitions(), CacheScout, in_tiers=False),
+        "pbkv": _with_knowledge(lambda _: Invocations(), Pbkv, in_tiers=False),
+        "cachewise": _with_knowledge(lambda _: Durations(), CacheWise, in_tiers=False),
         "lmcache": System(None, ("groups",), _lmcache),
         "hicache": System(None, ("grid", "chunk", "interval"), _hicache),
         "clairvoyant": System(_clairvoyant, ("remember",), _tiered_clairvoyant),
-        "whether": _told(_next_uses, Whether),
-        "when": _told(_next_uses, When),
+        "whether": _with_knowledge(_next_uses, Whether),
+        "when": _with_knowledge(_next_uses, When),
         "unbounded": System(_unbounded, (), _unbounded),
         **TUNED,
     }

@@ -15,8 +15,8 @@ from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.serving.tenants import TenantNames, tenant
 
 Row = tuple[int, int, int, str, str, int, float, float | None, int, int, str | None]
-"""Of a node: the ids that SGLang gives it and its parent (-1 of the root), tokens of its edge, kind
-of its state ("" of none), what it is held by (letters: k KV, s state, p pin, w waiting requests),
+"""A node: the ids that SGLang gives it and its parent (-1 of the root), tokens of its edge, kind of
+its state ("" of none), what it is held by (letters: k KV, s state, p pin, w waiting requests),
 hits, seconds of its last use on the cache's clock, expected FLOPs that a byte of it saves (None:
 told later), the fastest tier of its KV and of its state (-1 of none), and its tenant's name (None:
 its parent's).

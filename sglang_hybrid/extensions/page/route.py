@@ -105,8 +105,8 @@ def _watch(manager: TokenizerManager) -> Watch:
 
 
 @lru_cache(maxsize=1)
-def _write_no_log() -> None:
-    """Leaves what a page asks by itself out of the log of requests: it would be most of it."""
+def _filter_access_log() -> None:
+    """Leave requests that a page sends by itself out of the access log: they would fill it."""
     quiet = tuple(f"{router.prefix}/{name}" for name in ("static", "nodes", "changes", "what_if"))
 
     def is_written(record: logging.LogRecord) -> bool:
@@ -120,7 +120,7 @@ def _write_no_log() -> None:
 @router.get("/")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def page() -> Response:
-    _write_no_log()
+    _filter_access_log()
     return FileResponse(FILES / "index.html")
 
 
@@ -227,7 +227,7 @@ class Difference(msgspec.Struct, forbid_unknown_fields=True):
 @router.post("/differ")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def differ(request: Request) -> Response:
-    """Where two prompts differ first, with the text around that."""
+    """The first token at which two prompts differ, with the text around it."""
     kind = BodyKind("pair", '{"first": [1, 2], "second": [1, 3]}')
     pair = await read_json(request, Difference, MOST_BODY, "it may have", kind)
     manager = _manager()
@@ -252,7 +252,7 @@ async def what_if(request: Request) -> Response:
 
 
 async def _tokens(request: Request, question: PageQuestion) -> list[int]:
-    """Of a text or of messages, as this server's routes make them."""
+    """The tokens of a text or of messages, as this server's routes make them."""
     from sglang.srt.entrypoints.openai.protocol import TokenizeRequest
 
     if question.text is None and question.messages is None:

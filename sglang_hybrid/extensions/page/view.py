@@ -55,7 +55,7 @@ MOST_WAITING = 200_000
 """Changes that wait for a reader who does not ask; beyond, it has to start anew."""
 
 SHOWN_TOKENS = 4_096
-"""Of a node's edge or of a prompt, for its text."""
+"""Tokens of a node's edge or of a prompt that are shown as text, at most."""
 
 
 @dataclass

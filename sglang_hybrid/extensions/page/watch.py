@@ -49,7 +49,7 @@ class TooManyWatchers(Exception):
 
 @dataclass
 class RankSnapshot:
-    """Of one rank's cache: rows of its nodes by id, and the latest counts and events."""
+    """The cache of one rank: rows of its nodes by id, and the latest counts and events."""
 
     nodes: dict[int, list[Any]] = field(default_factory=dict)
     counts: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
@@ -136,7 +136,7 @@ class Watch:
         """
         try:
             while self._watchers:
-                await self._ask_until_nobody_watches()
+                await self._poll_while_watched()
                 leave = WatchReq(reader=self._name, leave=True)
                 await ask_ranks(self._manager, leave, WatchReqOutput)
         except Exception:
@@ -148,7 +148,7 @@ class Watch:
                 copy.nodes.clear()
             self._task = None
 
-    async def _ask_until_nobody_watches(self) -> None:
+    async def _poll_while_watched(self) -> None:
         while self._watchers:
             begin = time.monotonic()
             answers = await ask_ranks(self._manager, WatchReq(reader=self._name), WatchReqOutput)

@@ -63,11 +63,11 @@ class WhatIf:
         self._thread.start()
 
     def answer(self) -> WhatIfReqOutput:
-        """Its progress and its results."""
+        """The progress of the replay, and its results."""
         return self._answer
 
     def _run(self, make: Callable[[], RequestWindow], policies: Sequence[Spec]) -> None:
-        """Whatever goes wrong here, the server goes on."""
+        """Compare the policies. Whatever goes wrong here, the server goes on."""
         try:
             self._answer = _compare(make(), policies)
         except Exception as error:

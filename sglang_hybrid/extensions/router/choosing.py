@@ -37,7 +37,7 @@ def addresses(name: str) -> set[str]:
 
 
 def host_and_port(host: str, port: object) -> str:
-    """As they stand in a URL, where an address of IPv6 has brackets."""
+    """HOST:PORT for a URL, in which an address of IPv6 has brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -48,7 +48,7 @@ def divided(address: str) -> tuple[str, int]:
 
 
 class Choice(NamedTuple):
-    """Where a prompt should be sent. position: tokens that its cache holds for it. seconds:
+    """The replica for a prompt. position: tokens that its cache holds for the prompt. seconds:
     expected until its first token. number: of this choice. others: the other replicas that can be
     reached, the best first.
     """
@@ -108,7 +108,7 @@ class Replicas:
             follower.close()
 
     def resume(self, tokens: Tokens, tenant: str = "") -> list[Resumable]:
-        """Where each replica can resume a prompt; tenant: its `tenant_name`."""
+        """The positions at which replicas can resume a prompt; tenant: its `tenant_name`."""
         return self.index.resume(tokens, tenant)
 
     def reachable(self) -> list[Follower]:
@@ -235,7 +235,7 @@ class Replicas:
         http.close()
 
     def _note(self, at: str, why: str) -> None:
-        """Why the server or name is not followed."""
+        """Note the reason why the server or name is not followed."""
         with self._changing:
             if at in self.errors or at in self._resolved:
                 self.errors = self.errors | {at: why}
@@ -276,13 +276,13 @@ class Replicas:
                     self.followers = self.followers | followers
                     followers = {}
         finally:
-            # Those of a server that is gone, or of which one could not be made.
+            # Followers of a server that is gone, or of which one could not be made.
             for follower in followers.values():
                 follower.close()
 
 
 def endpoint_of(url: str, events: KvEvents, rank: int) -> str:
-    """Where a data-parallel rank publishes. A host that is a wildcard is that of the URL."""
+    """The address at which a data-parallel rank publishes; for a wildcard host, the URL's host."""
     host = events.endpoint_host
     if host in ("*", "0.0.0.0", "::", "[::]"):
         host = urlsplit(url).hostname or "localhost"

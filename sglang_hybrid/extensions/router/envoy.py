@@ -37,9 +37,9 @@ def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, An
 
     Where the picker cannot be asked or chooses nobody, requests go to the servers by turns. One
     that could not be sent to its server, or that got an answer with a header Retry-After, as those
-    of a server that ends have it, goes to the next of the picker's list. What a client says
-    of where its request goes, or of how often Envoy should try, has no effect. A request must come
-    in time, and Envoy keeps no more of its body than MOST_BODY bytes.
+    of a server that ends have it, goes to the next of the picker's list. A client cannot choose
+    where its request goes, or how often Envoy tries. A request must come in time, and Envoy keeps
+    no more of its body than MOST_BODY bytes.
     """
     asks = {
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "60s"},

@@ -132,7 +132,7 @@ class Exchange:
         """
         self.is_sent = True
         parts, self._parts = self._parts, []
-        # What a client says of it has no effect.
+        # A client's value has no effect.
         mutation: dict[str, Any] = {"remove_headers": [DESTINATION]}
         metadata = {}
         if destination:

@@ -165,7 +165,7 @@ def check(listen: str) -> None:
 
 
 def _envoy() -> str:
-    """Where the program is: beside Python, or on PATH. Raises FileNotFoundError."""
+    """The path of the program: beside Python, or on PATH. Raises FileNotFoundError."""
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     program = shutil.which("envoy", path=path)
     if program is None:

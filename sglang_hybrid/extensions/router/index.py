@@ -164,7 +164,7 @@ class ReplicaIndex:
             self._numbered[one.number] = None
 
     def resume(self, tokens: Tokens, tenant: str = "") -> list[Resumable]:
-        """For every known replica, where it can resume a prompt: at the deepest position before the
+        """The position at which each known replica can resume a prompt: the deepest one before the
         last token with a state and with all KV up to there.
         """
         prompt = as_bytes(tokens)

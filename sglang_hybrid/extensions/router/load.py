@@ -75,7 +75,7 @@ class ReplicaLoad:
         self._unanswered[number] = _Sent(tenant, prompt, left, now)
 
     def on_answer(self, number: int) -> None:
-        """Request `number` has its first token, or has ended without one."""
+        """Note that request `number` has its first token, or has ended without one."""
         self._unanswered.pop(number, None)
 
     def on_its_way(self, tenant: str, prompt: bytes) -> int:
@@ -86,8 +86,8 @@ class ReplicaLoad:
         return max((common_bytes(each, prompt, 0) for each in sent), default=0) // TOKEN_BYTES
 
     def way(self, found: Resumable) -> tuple[int, float]:
-        """Where the server would resume, and the seconds of loads before that: it loads nothing
-        that is computed sooner.
+        """The position at which the server would resume, and the seconds of loads before that: it
+        loads nothing that is computed sooner.
         """
         more = found.position - found.device_position
         state, token = self.loads.get(found.tier, (0.0, 0.0))
@@ -120,7 +120,7 @@ class ReplicaLoad:
         return self.prefill_tokens_per_second or ASSUMED_RATE
 
     def prefill_seconds(self, tokens: float) -> float:
-        """Of so many tokens, alone."""
+        """The seconds of a prefill of so many tokens, alone."""
         return tokens / self.rate
 
     def is_doubtful_after(self, predicted: int, served: int) -> bool:

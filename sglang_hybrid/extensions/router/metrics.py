@@ -17,7 +17,7 @@ from sglang_hybrid.extensions.router.picker import Picker
 PREFIX: Final = "sglang_hybrid_router:"
 
 Numbers = Mapping[str, tuple[str, Callable[[Follower], float]]]
-"""By the name of a metric: what /metrics says of it, and its number for one server."""
+"""Metrics by name: the help text of /metrics, and the number for one server."""
 
 COUNTERS: Final[Numbers] = {
     "sent": ("Requests that were sent there.", lambda of: of.load.sent),

@@ -207,7 +207,7 @@ class Picker(ExternalProcessorServicer):
         return ",".join(dict.fromkeys(filter(None, addresses)))
 
     async def _address(self, replica: str) -> str:
-        """Of a server, as ip:port; "" where its host has none."""
+        """The address of a server, as ip:port; "" if its host has none."""
         until, address = self._addresses.get(replica, (0.0, ""))
         if time.monotonic() < until:
             return address

@@ -25,7 +25,7 @@ from sglang_hybrid.extensions.router import Replicas
 from sglang_hybrid.serving.requests.secrets import read_key
 
 MOST_SERVERS: Final = 64
-"""That one machine starts."""
+"""The most servers that one machine starts."""
 
 
 def table(replicas: Replicas) -> Table:

@@ -11,7 +11,7 @@ from sglang_hybrid.extensions.router.tree import TIER_COUNT
 
 
 class Resumable(NamedTuple):
-    """Where a replica can resume a prompt.
+    """The position at which a replica can resume a prompt.
 
     position: tokens from the start that need no prefill; 0 if there is no state. tier: the slowest
     of the tiers from which the KV up to there and the state are loaded. device_position: the

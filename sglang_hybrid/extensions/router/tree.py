@@ -1,8 +1,8 @@
 """A radix tree of token blocks whose nodes say which replicas hold them, and in which tier.
 
-Who holds something is an int with TIER_COUNT bits for each replica: one for each tier, set if the
-replica holds it in this tier or in a faster one. So `kv & state` says for every replica at once
-from which tier something that needs both comes.
+The holders of a block are an int with TIER_COUNT bits for each replica: one for each tier, set if
+the replica holds it in this tier or in a faster one. So `kv & state` says for every replica at once
+from which tier a resume that needs both is loaded.
 
     tier of the copy    bit of the device    bit of the host    bit of the disk
     DEVICE                      1                   1                  1
@@ -56,7 +56,7 @@ class ReplicaNode:
         self.inner &= others
 
     def remove(self, replica: int) -> None:
-        """Replica number `replica` holds nothing of these blocks any more."""
+        """Note that replica number `replica` holds nothing of these blocks any more."""
         self.kv &= ~bits_of(replica)
         self.remove_states(replica)
 
@@ -148,11 +148,11 @@ def prune(node: ReplicaNode, width: int) -> ReplicaNode:
 def stops(
     root: ReplicaNode, prompt: bytes, limit: int, everyone: int, width: int
 ) -> tuple[list[int], list[int]]:
-    """Where the path of `prompt` has states, up to `limit` bytes from its start.
+    """Positions of states on the path of `prompt`, up to `limit` bytes from its start.
 
-    Returns these positions in bytes, from the top, and for each who can resume there: of the bits
-    `everyone`, those of the tiers that have both the state and all KV up to it. Inside an edge that
-    the prompt does not fill, only the last position counts.
+    Returns these positions in bytes, from the top, and for each the tiers that can resume there: of
+    the bits `everyone`, those of tiers that have both the state and all KV up to it. Inside an edge
+    that the prompt does not fill, only the last position counts.
     """
     positions: list[int] = []
     holders: list[int] = []

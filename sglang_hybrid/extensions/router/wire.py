@@ -108,7 +108,7 @@ class Prompt(msgspec.Struct):
 
 
 class KvEvents(msgspec.Struct):
-    """Where a server publishes: the block `kv_events` of its GET /server_info
+    """The address at which a server publishes: the block `kv_events` of its GET /server_info
     (`describe_kv_events_publisher` in SGLang's runtime_context.py). A data-parallel rank has the
     port endpoint_port_base + rank.
     """

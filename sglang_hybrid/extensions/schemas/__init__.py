@@ -1,5 +1,5 @@
 """Declared prompts: schemas, their modules and pins that clients name beforehand, and the linter.
 
-What a client declares is evidence that a prefix will come back. It decides where checkpoints are
-taken; it never changes the tokens that the model reads.
+A declaration is evidence that a prefix will come back. It decides where checkpoints are taken; it
+never changes the tokens that the model reads.
 """

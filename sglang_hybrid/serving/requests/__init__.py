@@ -1,1 +1,1 @@
-"""What a request says to the cache, and what only the server may say of it."""
+"""Values of a request that the cache reads: those that clients set, and those of the server."""

@@ -1,6 +1,6 @@
-"""What only the server may say of a request, and what clients say to the cache: read, checked and
-put on the tokenized request. SGLang's tokenizer manager calls this for every request, from HTTP or
-an engine (patch 0015). All other checks are the guard's (extensions/guard/checks.py).
+"""Values of a request that the cache reads, the server's own and those that clients set: checked
+and put on the tokenized request. SGLang's tokenizer manager calls this for every request, from HTTP
+or an engine (patch 0015). All other checks are the guard's (extensions/guard/checks.py).
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     path = getattr(getattr(http, "scope", {}).get("route"), "path", "")
     body = getattr(http, "_json", None)
     if path in NATIVE:
-        _only_what_clients_set(request, body)
-    _no_private_params(body)
+        _reject_server_fields(request, body)
+    _reject_private_params(body)
     for name in NAMES:
         check_name(name, getattr(request, name, None))
     if not path.startswith("/health"):
@@ -159,7 +159,7 @@ def to_wire(
         checks.to_wire(manager, tokenized)
 
 
-def _only_what_clients_set(
+def _reject_server_fields(
     request: GenerateReqInput | EmbeddingReqInput, body: Mapping[str, Any] | None
 ) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(request)}
@@ -178,10 +178,10 @@ def _only_what_clients_set(
                 raise ValueError(
                     f"sampling_params.{name} is set by the server itself; leave it out."
                 )
-        _no_private_params(one)
+        _reject_private_params(one)
 
 
-def _no_private_params(said: object) -> None:
+def _reject_private_params(said: object) -> None:
     """Refuse private fields of a body, or of sampling parameters."""
     params = said.get("custom_params") if isinstance(said, dict) else None
     for key in params if isinstance(params, dict) else ():

@@ -3,8 +3,8 @@
 A fast tokenizer first looks for its added tokens (`<|im_start|>`), and encodes what lies between
 two of them without looking at the rest of the text. So a text that is cut where added tokens begin
 has the tokens of its pieces, one after another. The pieces of a chat are its messages: with each
-turn all but the last ones come again, and only what is new is encoded. What has no added tokens in
-it, as a text of /generate may be, is one piece, which saves nothing.
+turn all but the last ones come again, and only new ones are encoded. A text without added tokens,
+as of /generate, is one piece, which saves nothing.
 
 Pieces are kept by a hash of their text, apart for each tenant, within `MOST_BYTES` in each process
 that tokenizes. `PieceEncoder.of` says for which tokenizers that is done. A sample of the texts is

@@ -18,7 +18,7 @@ INT32 = 1 << 31
 
 
 def within(field: str, value: float, least: float, most: float) -> None:
-    """`value` is a number from `least` to `most`."""
+    """Check that `value` is a number from `least` to `most`."""
     if not least <= value <= most:
         raise ValueError(
             f"{field} is {shown(value)}; it must be from {_number(least)} to {_number(most)}."
@@ -26,7 +26,7 @@ def within(field: str, value: float, least: float, most: float) -> None:
 
 
 def token_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
-    """`ids` [n] are tokens of a vocabulary of so many."""
+    """Check that `ids` [n] are tokens of a vocabulary of so many."""
     if not len(ids):  # as most lists of a request are
         return
     try:

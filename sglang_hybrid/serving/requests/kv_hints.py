@@ -1,8 +1,8 @@
 """Our actions in the `kv_hints` envelope that SGLang carries from a request to its cache.
 
 SGLang 0.5.23 checks the envelope (srt/managers/kv_hints.py) and leaves each action's payload to
-whatever implements it. Ours have types that begin with `hybrid.`; all others are ignored. What they
-may say is defined in `core/returns/hints.py`. This file needs nothing of SGLang.
+its implementation. Ours have types that begin with `hybrid.`; all others are ignored. Payloads are
+defined in `core/returns/hints.py`. This file needs nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def take(kv_hints: Any, kind: str) -> tuple[Mapping[str, Any] | None, Any]:
     the `kv_hints` without it. Raises ValueError.
 
     For actions that are done before a scheduler sees the request; they stand in the envelope of a
-    request, not in those of its batch. What is no envelope stays, for SGLang to refuse.
+    request, not in those of its batch. A value that is no envelope stays, for SGLang to refuse.
     """
     if isinstance(kv_hints, list):
         for one in kv_hints:

@@ -44,7 +44,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 async def in_thread_if_long(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """As `in_thread` for a request with a long body; for any other, a plain call."""
+    """Call `in_thread` for a request with a long body; for any other, the function itself."""
     if not _long.get():
         return function(*args, **kwargs)
     return await in_thread(function, *args, **kwargs)

@@ -1,6 +1,7 @@
 """Payloads of our actions in `kv_hints`, field by field; core/returns/hints.py has their meaning.
 
-What is wrong is a ValueError with one sentence that names the field, its value and what it may be.
+A wrong value raises ValueError with one sentence that names the field, the value, and what it may
+be.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 from sglang_hybrid.core.named_files import read_text
 
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
-"""SGLang's arguments that open something."""
+"""SGLang's arguments that are keys or passwords."""
 
 FLAGS = tuple("--" + name.replace("_", "-") for name in SECRETS)
 FILE = "@"

@@ -53,7 +53,7 @@ class ScheduleStats:
             self.bound_reached["seconds"] += 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {
             "front": self.front,
             "started": dict(self.started),

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 NAME: Final = "hybrid_cache"
 QUEUE: Final = "gen_ai.latency.time_in_queue"
-"""SGLang's name, which its own spans do not fill."""
+"""The attribute for the time in the queue: SGLang names it, but its own spans do not set it."""
 
 
 def span_attributes(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class ChangingText:
     message: int = 0
 
     def as_dict(self) -> dict[str, int]:
-        """For `meta_info.hybrid_cache.changing_text` of the response."""
+        """The value of `meta_info.hybrid_cache.changing_text` in the response."""
         return asdict(self)
 
 
@@ -81,7 +81,7 @@ class Found:
         return "resume" if hit else "cold"
 
     def as_dict(self) -> dict[str, Any]:
-        """For `meta_info.hybrid_cache.tiers` of the response."""
+        """The value of `meta_info.hybrid_cache.tiers` in the response."""
         return {**vars(self), "way": self.way}
 
 
@@ -193,7 +193,7 @@ class CacheStats:
         self.flops_saved += flops_saved
 
     def as_dict(self) -> dict[str, Any]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,

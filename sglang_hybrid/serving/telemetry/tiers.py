@@ -42,7 +42,7 @@ class TierStats:
         return self.written_tokens * self.token_bytes + self.written_states * self.state_bytes
 
     def on_write(self, tokens: int, states: int) -> None:
-        """Copies of so many KV tokens and states were made on the host."""
+        """Count copies of so many KV tokens and states that were made on the host."""
         self.written_tokens += tokens
         self.written_states += states
 
@@ -55,5 +55,5 @@ class TierStats:
             self.expected_seconds += link.seconds(ack.num_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {**vars(self), "written_bytes": self.written_bytes}

@@ -3,8 +3,8 @@
 Copies are encoded and decoded on the device, so that only encoded bytes move, layer by layer when
 they are loaded. The device reads and writes them in the host's memory itself
 (`kernels/host_rows.py`), in the stream of the copies: the host thread neither gathers nor waits.
-What the disk keeps is the host's bytes. Built by hooks/pools.py in place of SGLang's
-pools, which copy rows as they are.
+The disk keeps the host's bytes. Built by hooks/pools.py in place of SGLang's pools, which copy rows
+as they are.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class CodecPlan:
         return {*self.kv, *self.states} == {Codec.EXACT}
 
     def __str__(self) -> str:
-        """As a part of names, short: "int8", or "kv=int8,bf16;states=int8"."""
+        """A short text for names: "int8", or "kv=int8,bf16;states=int8"."""
         if len({*self.kv, *self.states}) == 1:
             return self.kv[0].value
         kv, states = (",".join(codec.value for codec in each) for each in (self.kv, self.states))

@@ -1,9 +1,9 @@
 """Rows of a pool that are coded in their own memory: smaller numbers, several slots in one.
 
 A slot of KV in bfloat16 has room for two slots in int8, one of a state in float32 for four. A coded
-slot is named by its *place*, a slot of the pool, and a number `part` below `InPlace.parts`. What is
-too small to be divided, windows of convolutions and the scales of rows, lies beside the pool, for
-every place that there can be.
+slot is named by its *place*, a slot of the pool, and a number `part` below `InPlace.parts`. Tensors
+too small to be divided, windows of convolutions and the scales of rows, are kept beside the pool,
+for every place that there can be.
 
 Layers of one shape are coded together, so that a GPU starts few kernels: its own for what is
 divided (`kernels/divided_rows.py`), those of plain torch, which is the definition, elsewhere.

@@ -64,12 +64,12 @@ class Valued(Server):
         self.temporal[row] = self.values(prefix).to(self.temporal.dtype)
 
     def row_of(self, req: Req, at: int) -> int:
-        """Where a token's KV lies now: its slot is that row, or names it in one memory."""
+        """The row of a token's KV now: its slot is that row, or names it in one memory."""
         slot = self.pool.req_to_token[req.kv.req_pool_idx, at].long().reshape(1)
         return int(self.allocator.translate_kv_loc(slot) if self.sizes.one_memory else slot)
 
     def row_of_state(self, slot: int) -> int:
-        """The same of a state; nowhere is the row for padding."""
+        """The row of a state; 0, the row for padding, if the state has none."""
         return max(0, int(self.pool.translate_mamba_indices(torch.tensor([slot]))[0]))
 
     def begin_forward(self, req: Req) -> None:
@@ -161,7 +161,7 @@ def test_two_pools_say_that_they_lend_nothing(config: str) -> None:
 
 
 def test_a_wrong_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the test above."""
+    """The test above fails with it."""
     decode = Codec.decode
     monkeypatch.setattr(Codec, "decode", lambda *given: 1.1 * decode(*given))
     with coding(Codec.INT8):
@@ -204,7 +204,7 @@ def test_what_a_request_computes_anew_is_exact_again() -> None:
 
 
 def test_a_hit_needs_room_for_one_edge_after_the_other() -> None:
-    """What an edge gives back when it is decoded is there for the edge below it."""
+    """The room that an edge gives back when it is decoded is there for the edge below it."""
     with coding(Codec.INT8):
         server = Valued.on(CONFIGS["two pools"], options("reuse"), 16)
     cache, coded = server.cache, server.cache.parts.coded

@@ -111,17 +111,17 @@ def test_pages_in_use_are_no_obstacle_to_states() -> None:
 
 
 def test_checkpoints_leave_room_for_the_next_steps() -> None:
-    """With steps in preparation, a state is not taken if running requests could not decode."""
+    """A state is not taken if running requests could not decode their next steps beside it."""
     sizes = Sizes(kv=100, states=3, rows=4, one_memory=True, state_tokens=10)
     cache: Any = build_cache(sizes, options("reuse"))
     server = Server(cache, sizes)
     taken = server.allocator.alloc(115)  # 15 tokens are left: one state and five tokens
-    assert cache.slots._leaves_enough()
+    assert cache.slots._leaves_room_to_decode()
     cache.slots.steps_ahead = 1
     cache.slots.reserve(5)
-    assert cache.slots._leaves_enough()
+    assert cache.slots._leaves_room_to_decode()
     cache.slots.reserve(6)
-    assert not cache.slots._leaves_enough()
+    assert not cache.slots._leaves_room_to_decode()
     assert cache.slots.take() is None
     server.allocator.free(taken)
     assert cache.slots.take() is not None

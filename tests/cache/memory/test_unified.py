@@ -114,7 +114,7 @@ def test_rows_keep_what_they_hold_and_all_that_is_free_can_be_had(page: int, see
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_either_kind_can_have_nearly_everything(page: int) -> None:
-    """By turns, and what goes back to the gap is counted for the other kind."""
+    """The kinds take turns, and bytes that go back to the gap are counted for the other kind."""
     pool, rng = Pool(page), random.Random(0)
     account = pool.memory.account
     size = account.budget // pool.memory.state_bytes * pool.memory.state_bytes  # whole states
@@ -211,7 +211,7 @@ def test_nothing_moves_while_a_copy_is_under_way() -> None:
 def test_a_move_of_kv_that_fails_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, launch: int
 ) -> None:
-    """Also where it stops halfway."""
+    """The move may also stop halfway."""
     pool = with_holes()
     pool.kv.full_attn_allocator._move_max_pages = 50
     fails(monkeypatch, pool, pool.kv.full_attn_allocator, (STATES, 1), launch)

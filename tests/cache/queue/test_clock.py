@@ -99,7 +99,7 @@ def test_ticks_are_sent_often_only_while_somebody_waits_for_a_time() -> None:
 
 
 def test_seconds_pass_as_they_do() -> None:
-    """With ticks, with arrivals, and with both; whatever the host's own clock says."""
+    """The clock follows ticks, arrivals, or both, whatever the host's own clock says."""
     ranks = Ranks(waits=True)
     ranks.step()
     began = ranks.now
@@ -133,8 +133,8 @@ def test_a_clock_that_jumps_moves_the_time_by_a_minute_at_most(jump: float) -> N
 
 @pytest.mark.parametrize("apart", [DAYS, -DAYS], ids=["up for longer", "up for a shorter time"])
 def test_requests_come_from_a_host_with_another_uptime(apart: float) -> None:
-    """As with leaders of data-parallel ranks on several hosts: ticks count one host's clock, stamps
-    are of another.
+    """Leaders of data-parallel ranks are on several hosts: ticks count one host's clock, stamps are
+    of another.
     """
     ranks = Ranks()
     ranks.step()
@@ -169,7 +169,7 @@ def test_a_request_arrives_once() -> None:
 
 
 def test_without_ticks_stamps_tell_the_time() -> None:
-    """As in a replay, whose requests may be days apart."""
+    """A replay has no ticks, and its requests may be days apart."""
     clock = StepClock(lambda: 0.0)
     assert [clock.arrival(_request(stamp)) for stamp in (7.0, 5.0, DAYS)] == [7.0, 5.0, DAYS]
     assert clock.now == DAYS

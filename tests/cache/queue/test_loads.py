@@ -21,7 +21,7 @@ from tests.cache.tiers import TieredServer, set_speeds
 from tests.examples import seeds
 
 SLOW_COMPUTE = Speeds.of(1e6, Link(1e9), Link(1e9))
-"""With which loading always pays."""
+"""Speeds with which loading always pays."""
 
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
@@ -84,7 +84,7 @@ class Ahead(TieredScheduler):
 
 @pytest.mark.parametrize("schedule", [Schedule.WINDOW, Schedule.CAR])
 def test_what_must_be_loaded_does_not_come_first(schedule: Schedule) -> None:
-    """In the window it is first-come, with what reuses nothing; in CaR it is last."""
+    """Its place in the window is first-come, with prompts that reuse nothing; in CaR it is last."""
     it = TieredScheduler(schedule)
     away, here = run(60, 1), run(50, 2)
     it.warm(away)
@@ -126,7 +126,7 @@ def test_a_load_begins_when_it_would_end_late_otherwise() -> None:
 
 
 def test_a_load_begins_a_step_earlier_where_steps_are_long() -> None:
-    """Until the next step ends nothing else can begin."""
+    """No load can begin until the next step ends."""
     it = Ahead()
     document = it.on_host(9)
     running = it.arrive(run(10, 50), it.now, cache_salt="other tenant", answer=20)

@@ -194,7 +194,7 @@ def test_a_simulated_link_carries_one_byte_after_the_other() -> None:
 
 @pytest.mark.parametrize("layout", ["layer first", "page first"])
 def test_rows_that_lie_apart(layout: str) -> None:
-    """As in SGLang's unified pool: all layers' keys and values of a token follow one another."""
+    """All layers' keys and values of a token follow one another in SGLang's unified pool."""
     held = torch.randn(SLOTS, LAYERS, 2, HEADS, DIM)
     k, v = ([held[:, layer, part] for layer in range(LAYERS)] for part in (0, 1))
     shape = (LAYERS, SLOTS) if layout == "layer first" else (SLOTS, LAYERS)

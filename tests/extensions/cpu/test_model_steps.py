@@ -102,7 +102,7 @@ def test_another_model_is_computed_layer_by_layer() -> None:
 
 
 def a_batch(**other: Any) -> SimpleNamespace:
-    """As much of a batch of three sequences that decode as the choice reads."""
+    """The fields that the choice reads of a batch of three sequences that decode."""
     plain = {
         "forward_mode": SimpleNamespace(is_decode=lambda: True),
         "batch_size": 3,

@@ -12,7 +12,7 @@ from sglang_hybrid.extensions.cpu.ops import unified_pool
 
 
 def places(page: int, given: list[int], pages: list[int]) -> list[int]:
-    """Where tokens lie: behind one another on these pages."""
+    """The slots of tokens that follow one another on these pages."""
     return [page * pages[at // page] + at % page for at in given]
 
 

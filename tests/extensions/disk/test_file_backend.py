@@ -65,7 +65,7 @@ def config(**changes: Any) -> HiCacheStorageConfig:
 
 
 def backend(**changes: Any) -> FileBackend:
-    """As the factory and the controller make it."""
+    """A backend, made as the factory and the controller make it."""
     bring_storage()
     made = StorageBackendFactory.create_backend("file", config(**changes), None)
     assert isinstance(made, FileBackend)
@@ -124,7 +124,7 @@ def test_other_ranks_have_other_folders(change: str) -> None:
     ],
 )
 def test_what_a_page_looks_like_counts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Also where it has as many bytes."""
+    """It counts also if a page has as many bytes."""
     before = file_backend._pool_facts(Pool(PAGE, 8), 2)
     pool = Pool(2 * PAGE, 4) if name == "page_size" else Pool(PAGE, 8)
     if name != "page_size":

@@ -46,7 +46,7 @@ class TestFingerprint:
         assert fingerprint(one) != fingerprint(two)
 
     def test_the_code_of_a_model_counts(self, tmp_path: Path) -> None:
-        """With `--trust-remote-code` it computes the KV."""
+        """The code computes the KV with `--trust-remote-code`."""
         one, two = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b")
         for folder in (one, two):
             (folder / "modeling_own.py").write_text("SCALE = 1\n")

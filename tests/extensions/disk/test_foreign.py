@@ -211,7 +211,7 @@ def test_without_its_own_manifest_and_locks_nothing_is_removed(
 
 
 def test_what_is_locked_is_not_removed(start: Open) -> None:
-    """Also if only one of its ranks is."""
+    """One locked rank is enough."""
     left = left_behind(start)
     live = start(OTHER, "rank-1-0-0-0")
     before = checksum(left)
@@ -239,7 +239,7 @@ def test_each_removal_is_a_line_that_says_what_and_why(
 
 
 def test_the_folder_takes_no_more_than_the_budget(start: Open, folder: Path) -> None:
-    """With what other models left, which goes only when its room is wanted."""
+    """The budget includes what other models left, which is removed only when its room is wanted."""
     left = left_behind(start)
     budget = bytes_in(left) + 4_000
     store = start(budget=budget)
@@ -465,7 +465,7 @@ def test_a_device_is_not_opened(start: Open) -> None:
 
 
 def test_the_manifest_says_what_the_identity_is_the_hash_of(start: Open) -> None:
-    """Also of facts that are no JSON by themselves."""
+    """Facts may be no JSON by themselves."""
     facts = {"shape": (1, 2), "type": Path("float32"), "ä": None, "n": 0.1}
     left = left_behind(start, facts)  # type: ignore[arg-type]
     assert json.loads((left / "manifest.json").read_text())["shape"] == [1, 2]

@@ -42,7 +42,7 @@ def serve(
 
 
 def taught(sessions: int = 250, tenants: str = "ab") -> tuple[History, Clock]:
-    """For tenant a nobody comes back after goodbye; b says so and ends with anything."""
+    """A history in which no session of tenant a returns after goodbye; b's end with anything."""
     history, clock, rng = History(), Clock(), random.Random(1)
     for number in range(sessions):
         tenant = tenants[number % len(tenants)]
@@ -70,7 +70,7 @@ def expectations(history: History, clock: Clock, tenant: str) -> list[Any]:
 
 
 def test_a_restarted_server_expects_what_it_did(tmp_path: Path) -> None:
-    """Of classes and of answers; another tenant's models are not used."""
+    """Classes and answers are restored; another tenant's models are not used."""
     before, _ = taught(500)
     path = tmp_path / "learnt"
     save(path, IDENTITY, before.export(NAMES), 1.0)
@@ -150,7 +150,7 @@ def of_classes(change: Change) -> Change:
 
 
 def of_a(change: Change) -> Change:
-    """Of what tenant a's answers have taught."""
+    """The same change of the model of tenant a's answers."""
     return lambda it: change(it["learnt"]["answers"][NAMES(("a", None))])
 
 
@@ -258,8 +258,8 @@ REQUESTS = st.lists(
 def test_whatever_a_server_has_learnt_can_be_read(
     requests: list[Any], answer_bytes: int, unit: TimeUnit
 ) -> None:
-    """With models dropped and made anew, answers that return late, and times that stand still or
-    jump; also where another server goes on with it.
+    """Models are dropped and made anew, answers return late, and times stand still or jump; also
+    another server may go on with the file.
     """
     history, clock, stamp = History(unit, answer_bytes=answer_bytes), Clock(), 0.0
     sessions: dict[tuple[int, int], list[int]] = {}

@@ -442,7 +442,7 @@ def test_files_that_may_not_be_read_are_not_there(
 def test_a_link_in_the_place_of_an_object_is_left_alone(
     start: Open, folder: Path, tmp_path: Path
 ) -> None:
-    """And so are the times of what it names."""
+    """The times of the linked file stay as they are, too."""
     store = start()
     put(store, 1)
     (file,) = files(folder)

@@ -65,7 +65,7 @@ def test_each_setting_counts(identity: Identity, name: str, value: object) -> No
     "name", ["quantization_param_path", "decrypted_config_file", "rl_quant_profile"]
 )
 def test_the_content_of_each_file_counts(identity: Identity, tmp_path: Path, name: str) -> None:
-    """Not its path."""
+    """The path of a file does not count."""
     file, copy = tmp_path / "a.json", tmp_path / "b.json"
     file.write_text("{}")
     copy.write_text("{}")
@@ -119,7 +119,7 @@ def test_the_experts_of_a_folder_of_their_own_count(identity: Identity, tmp_path
     ],
 )
 def test_weights_from_elsewhere_have_no_identity(identity: Identity, name: str, value: str) -> None:
-    """Those in the model's folder may be others."""
+    """The weights in the model's folder may be others."""
     with pytest.raises(Unidentified, match=f"{value} may be others than those of --model-path"):
         identity(**{name: value})
 

@@ -64,7 +64,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path, what: str) -> None:
 
 
 def test_a_folder_in_which_everybody_may_write_is_refused(tmp_path: Path) -> None:
-    """But for one like /tmp, where nobody replaces what is another's."""
+    """A folder like /tmp, where nobody can replace another's files, is not refused."""
     os.chmod(tmp_path, 0o777)
     refused(tmp_path, "may be written by all users")
     os.chmod(tmp_path, 0o1777)

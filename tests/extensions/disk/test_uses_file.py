@@ -69,7 +69,7 @@ def read_ahead(
 def test_what_was_used_most_is_read_ahead_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By recency `last` would be."""
+    """The file `last` would be first by recency."""
     clock = Clock(step=1e-3)
     taught(tmp_path / "disk", clock)
     clock.now += 5

@@ -106,7 +106,7 @@ def test_what_fails_on_one_rank_ends_all(tmp_path: Path) -> None:
     [(one_fails_where_the_others_wait, "RuntimeError"), (one_breaks, "AssertionError")],
 )
 def test_a_rank_that_others_wait_for_ends(tmp_path: Path, handler: Any, ends: str) -> None:
-    """And when its process has, so do they."""
+    """The others end when its process has ended."""
     first, second = outcome(tmp_path, handler)
     assert second == ends
     assert first, "it hung"

@@ -53,7 +53,7 @@ def test_logprobs() -> None:
 
 
 def test_a_chat_may_ask_for_20_alternatives_of_each_token_whatever_the_context() -> None:
-    """Without `max_tokens` an answer may be as long as the context."""
+    """An answer may be as long as the context without `max_tokens`."""
     for context in (4_096, 262_144, 1 << 20):
         parameters.logprobs(-1, 20, 0, 10, context - 10, 150_000, context)
     assert "at most 5,505,024" in refused(

@@ -120,7 +120,7 @@ def test_usual_grammars_are_taken() -> None:
     ],
 )
 def test_a_pattern_may_have_line_ends(pattern: str, text: str) -> None:
-    """As Python's `re` reads them; the compiler of grammars takes none between brackets."""
+    """They match as in Python's `re`; the compiler of grammars takes none between brackets."""
     assert re.fullmatch(pattern, text)
     parameters.grammar("regex", pattern)
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(["a"]))

@@ -111,8 +111,8 @@ def test_a_retracted_request_goes_on_where_it_was(known: int, overlap: bool) -> 
 
 @pytest.mark.parametrize("known_sooner", range(1, len(ANSWER)))
 def test_a_token_that_is_known_sooner_counts_once(known_sooner: int) -> None:
-    """With the overlap scheduler a token is known when the next step but one is prepared, or, if a
-    prefill of others comes in between, the next one.
+    """The overlap scheduler knows a token when the next step but one is prepared, or, if a prefill
+    of others comes in between, the next one.
     """
     req = request(0)
     batch = prefilled(True, req)

@@ -28,7 +28,7 @@ MAP_AND_WAIT += "print('mapped', flush=True); sys.stdin.read()"
 
 
 def tell_signals(answers: Connection, sglangs: bool) -> None:
-    """In a child process: send whether it ignores SIGINT and SIGTERM."""
+    """Send, from a child process, whether it ignores SIGINT and SIGTERM."""
     if sglangs:
         tell_signals.__module__ = SGLANG_PROCESSES + "scheduler"
     numbers = (signal.SIGINT, signal.SIGTERM)

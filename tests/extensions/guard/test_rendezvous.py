@@ -15,7 +15,7 @@ from sglang_hybrid.serving.server_process import free_port
 
 
 def told_to_wait(monkeypatch: pytest.MonkeyPatch, seconds: float | None) -> None:
-    """As by --dist-timeout."""
+    """Set the seconds of --dist-timeout."""
     given = SimpleNamespace(dist_timeout=seconds)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: given)
 

@@ -127,7 +127,7 @@ def test_what_comes_after_the_signal_is_refused_and_probes_fail(end: _End) -> No
 def test_a_stream_that_began_before_ends_and_is_waited_for(
     end: _End, schedulers: list[str]
 ) -> None:
-    """Also where SGLang knows nothing of it any more."""
+    """SGLang may know nothing of it any more."""
 
     async def ask() -> None:
         served = Served()

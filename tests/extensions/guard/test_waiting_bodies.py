@@ -144,7 +144,7 @@ def test_a_body_that_drips_is_status_408(path: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_long_body_has_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a video over a line of ten megabits a second."""
+    """An example is a video over a line of ten megabits a second."""
     monkeypatch.setattr(body_bounds, "WHOLE", 0.05)
     monkeypatch.setattr(body_bounds, "RATE", 20)
 
@@ -180,7 +180,7 @@ def test_a_client_that_stalls_gives_way_to_those_that_send() -> None:
 
 
 def test_none_of_many_that_send_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pictures of many clients at once: each waits for room and is read."""
+    """Pictures of many clients at once are an example: each waits for room and is read."""
     monkeypatch.setattr(body_bounds, "SLOW", 10.0)
     monkeypatch.setattr(body_bounds, "WHOLE", 0.2)
 
@@ -243,7 +243,7 @@ def test_whole_bodies_that_wait_for_their_turn_keep_others_waiting() -> None:
 
 
 def test_nothing_is_kept_of_a_client_that_has_left() -> None:
-    """Not even where an error keeps the request alive."""
+    """An error may keep the request alive."""
 
     async def story(bounds: BodyBounds) -> None:
         client = Client(bounds)

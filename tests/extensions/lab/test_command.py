@@ -191,7 +191,7 @@ def test_the_best_in_hindsight_is_the_best_of_its_grid() -> None:
 
 @pytest.mark.parametrize("serving", [None, Serving(one_memory=True)])
 def test_the_oracle_is_the_best_of_those_that_know_the_future(serving: Serving | None) -> None:
-    """Which of them it is differs from row to row, and it is named."""
+    """The best one differs from row to row, and it is named."""
     runs = Runner({"x": generate("chat", traffic("chat", sessions=60), 0)})
     named = set()
     for size in (2, 4):
@@ -280,7 +280,7 @@ def test_a_report_says_what_was_run(report: Path) -> None:
 
 @pytest.mark.slow
 def test_a_report_of_one_size_looks_at_others(trace: Path, tmp_path: Path) -> None:
-    """And replaces an earlier report, but nothing else."""
+    """It replaces an earlier report, but nothing else."""
     directory = tmp_path / "report"
     arguments = [str(trace), "--cache", "400MB", "--policy", "lru,reuse", "--instant"]
     directory.mkdir()
@@ -303,7 +303,7 @@ def test_a_report_as_served_says_what_its_budgets_hold(trace: Path, tmp_path: Pa
 
 
 def test_a_report_compares_where_policies_differ_most() -> None:
-    """Where nothing fits, and where everything does, they hit alike; bounds do not count."""
+    """Policies hit alike if nothing fits, and if everything does; bounds do not count."""
     sizes = [COST.state_bytes + 10 * COST.kv_bytes_per_token, 3 * 10**8, 10**12, 10**13]
     policies = [Spec(name) for name in ("lru", "reuse", "none", "unbounded")]
     jobs = [Job(spec, "chat", COST, size) for size in sizes for spec in policies]

@@ -62,7 +62,7 @@ def test_a_shadow_hits_what_a_replay_hits(more: list[str], recording: Path) -> N
 def test_lines_that_come_later_are_served_too(
     recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a line of which the first half came before."""
+    """The first half of a line may come before the other."""
     monkeypatch.setattr(shadow, "STEP_SECONDS", 0.001)
     content, growing = recording.read_bytes(), tmp_path / "growing.jsonl"
     parts = [content[: len(content) // 3], content[len(content) // 3 :]]
@@ -93,7 +93,7 @@ def test_each_day_has_a_line(recording: Path) -> None:
 
 
 def test_what_the_server_hit_is_beside_it(recording: Path) -> None:
-    """Of the lines that tell it, as those of a server do."""
+    """The lines tell it, as those of a server do."""
     lines = [msgspec.json.decode(line, type=RecordedLine) for line in recording.open("rb")]
     for number, line in enumerate(lines[2:]):
         line.hit = number % 7

@@ -103,7 +103,7 @@ traffic = st.lists(
 def test_a_reader_knows_the_tree_however_it_is_sliced(
     requests: list[tuple[int, int, int]], seed: int
 ) -> None:
-    """With evictions and cut edges between its questions, and a flush."""
+    """Evictions, cut edges and a flush come between its questions."""
     it, asks = server(kv=400, states=8), random.Random(seed)
     copy = Copy(it)
     for number, (start, length, more) in enumerate(requests):
@@ -271,7 +271,7 @@ def test_sizes() -> None:
 
 
 LAST_STATE = 0.06
-"""Of hits, that more of one memory may lose: what is left of it holds one state more or less."""
+"""Share of hits that more of one memory may lose: the rest of it holds one state more or less."""
 
 
 def generated(kind: str, sessions: int) -> RequestWindow:
@@ -295,7 +295,7 @@ WINDOWS: dict[str, Callable[[], RequestWindow]] = {
 @pytest.mark.parametrize("policy", ["reuse", "lru"])
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_more_memory_never_hits_less(kind: str, policy: str) -> None:
-    """Without a bound, too, which the same simulator replays."""
+    """Memory without a bound counts, too; the same simulator replays it."""
     made = WINDOWS[kind]()
     shares = [
         sum(hits_within(made, (Spec(policy), scaled(made.budget, times)), lambda: None))

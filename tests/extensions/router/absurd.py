@@ -80,7 +80,7 @@ def as_json(whole: Value) -> Iterator[tuple[str, bytes]]:
 
 
 def _paths(whole: Value) -> Iterator[tuple[str | int, ...]]:
-    """Where there are values, from the whole one on."""
+    """The paths of all values within `whole`, its own, which is empty, first."""
     yield ()
     steps: Any = ()
     if isinstance(whole, dict):
@@ -96,7 +96,7 @@ _MISSING = object()
 
 
 def _with(whole: Value, path: tuple[str | int, ...], value: Value = _MISSING) -> Value:
-    """A copy of `whole` with this value there, or without any."""
+    """A copy of `whole` with this value at the path, or without any."""
     if not path:
         return value
     first, *rest = path

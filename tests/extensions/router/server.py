@@ -128,7 +128,7 @@ class Server:
         self.socket.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
     def start_anew(self) -> None:
-        """As a new process: empty, with numbers from 0."""
+        """Be like a new process: empty, with numbers from 0."""
         self.socket.close()
         self.published, self.epoch, self.snapshot = 0, self.epoch + "+", [[]]
         self.open_publisher()

@@ -141,7 +141,7 @@ def router(server: Server, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[by
 def test_nothing_is_left_of_a_router(
     router: tuple[subprocess.Popen[bytes], str], tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Not even where it is killed."""
+    """It may also be killed."""
     process, url = router
     (envoy,) = psutil.Process(process.pid).children(recursive=True)
     mapped = {each.path for each in envoy.memory_maps()}

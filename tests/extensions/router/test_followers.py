@@ -52,7 +52,7 @@ def following(server: Server, **given: Any) -> Iterator[tuple[Follower, ReplicaI
 
 
 def position(index: ReplicaIndex, *tokens: int) -> int:
-    """Where the replica can resume these tokens and one more."""
+    """The position at which the replica can resume these tokens and one more."""
     return index.resume([*tokens, 0])[0].position
 
 

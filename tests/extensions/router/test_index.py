@@ -27,8 +27,8 @@ stretches = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 
 
 class NaiveReplica:
-    """Of every prefix that a replica holds: the tier of the KV of its last block, and that of the
-    state at its end.
+    """A replica with the tier of the KV of the last block of every prefix that it holds, and that
+    of the state at its end.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -93,7 +93,7 @@ class Gateway:
 
 
 def status(connection: socket.socket) -> int:
-    """Of the answer on a connection, which is closed then; 0 where there is none."""
+    """The status of the answer on a connection, which is closed then; 0 without an answer."""
     with connection, connection.makefile("rb") as answer:
         line = answer.readline()
     return int(line.split()[1]) if line else 0
@@ -101,7 +101,7 @@ def status(connection: socket.socket) -> int:
 
 @pytest.fixture
 def gateway(server: Server, other: Server, tmp_path: Path) -> Iterator[Gateway]:
-    """In front of two servers that say that each prompt is LONG and [0]."""
+    """A gateway in front of two servers that say that each prompt is LONG and [0]."""
     for one in (server, other):
         prompt = {"input_ids": [*LONG, 0], "tenant": ""}
         one.answers[PROMPT_ROUTE + "/generate"] = JSON, json.dumps(prompt).encode()
@@ -436,7 +436,7 @@ def streamed(replies: list[Any]) -> list[Any]:
 
 
 def test_a_long_body_is_sent_back_in_parts(server: Server) -> None:
-    """As Kubernetes' gateways want it."""
+    """Kubernetes' gateways want it in parts."""
     parts = [bytes(CHUNK + 1), bytes(5), bytes(CHUNK)]
     with all_of(server) as replicas:
         first, *rest = asyncio.run(

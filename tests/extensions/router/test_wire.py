@@ -153,7 +153,7 @@ def test_a_replica_holds_no_more_than_a_bound(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_blocks_of_no_whole_size_are_no_blocks() -> None:
-    """Also where somebody fills an index of their own."""
+    """They are refused also for callers that fill an index of their own."""
     found = ReplicaIndex()
     found.store("honest", parent=None, hashes=[1], tokens=[1], block_size=1, tenant="t")
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""Where modules stand that are computed apart, and which tokens are computed together."""
+"""Positions of modules that are computed apart, and the tokens that are computed together."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_requests_that_cannot_have_spans(more: dict[str, Any], sentence: str) ->
 
 
 def test_the_server_says_where_segments_are_stored() -> None:
-    """Of the client come its tokens, spans and keys; equal ones have the same names."""
+    """Only tokens, spans and keys come from the client; equal segments have the same names."""
     request = ask(said((0, 20), (20, 40)), extra_key="a", cache_salt="s")
     places = ((0, 20), (0, 20))
     assert server_part(request).imported == Imported(places, 40, "a")

@@ -1,4 +1,4 @@
-"""What takes long for a long request is done in a thread."""
+"""Work that takes long for a long request is done in a thread."""
 
 import asyncio
 import os

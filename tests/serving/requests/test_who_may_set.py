@@ -1,4 +1,4 @@
-"""Who may set each value that crosses from HTTP to a scheduler, and its bounds: one row for each.
+"""The setter of each value that crosses from HTTP to a scheduler, and its bounds, in one row each.
 
 A field that a release of SGLang adds has no row, and the first test fails.
 """

@@ -147,7 +147,7 @@ def test_pins_and_what_is_recorded_are_shown(registry: CollectorRegistry) -> Non
 
 
 def test_names_and_help_are_as_prometheus_asks(registry: CollectorRegistry) -> None:
-    """As `promtool check metrics` asks, but for the colon, which SGLang's names have, too."""
+    """The rules are those of `promtool check metrics`, but for the colon of SGLang's names."""
     cache: Any = Cache(runs=1, failures=0, seconds=0.5, switches=0, taken_back=0, regret_tokens=0)
     cache.stats.admitted["a"] = cache.stats.skipped["a"] = cache.stats.evicted["a"] = 1
     cache.stats.on_prefill(RequestReport(30, 10, 5, Missed.NO_STATE), 100)

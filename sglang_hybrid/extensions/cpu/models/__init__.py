@@ -1,6 +1,6 @@
 """Tiny models of the architectures that the product serves, made on the spot.
 
-What makes the models is loaded when it is first asked for.
+The modules that make the models are loaded when one is first asked for.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def build_tiny_model(
 
 
 def tiny_model_directory(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
-    """Where :func:`ensure_tiny_model` keeps ``architecture``: the user's cache directory.
+    """The directory of ``architecture`` in the user's cache; see :func:`ensure_tiny_model`.
 
     The name ends in a version of the content, so a change of the builder never meets an old model.
     """

@@ -79,7 +79,7 @@ _CHAT_TEMPLATE = (
 """Messages as in ChatML. Tools come before them, in a system message of their own, and calls are
 written as GLM-4.5 writes them: a call of f(a="x", b=[1]) is `<tool_call>f`, then
 `<arg_key>a</arg_key>`, `<arg_value>x</arg_value>`, the same for b and `[1]`, and `</tool_call>`, a
-line each. A result is a message whose role is tool. What has neither is written as without tools.
+line each. A result is a message whose role is tool. Other messages are as without tools.
 """
 CHAT_TEMPLATE = _CHAT_TEMPLATE.replace("SEEN", "''")
 VISION_CHAT_TEMPLATE = _CHAT_TEMPLATE.replace(

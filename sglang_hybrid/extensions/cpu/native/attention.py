@@ -28,7 +28,7 @@ has products in half precision."""
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where a batch's keys and values are.
+    """The slots of a batch's keys and values.
 
     ``addresses`` [b]: of each sequence's slots (int32, in the order of its tokens). ``lengths``
     [b]: how many slots these are. ``counts`` [b]: new tokens of each sequence. ``most``: the
@@ -43,7 +43,7 @@ class Sequences:
 
     @staticmethod
     def of(slots: Sequence[Tensor], counts: Sequence[int]) -> Sequences:
-        """Of slots [T] of each sequence, and its new tokens."""
+        """The sequences with these slots [T] each, and so many new tokens."""
         kept = [t.to(torch.int32).contiguous() for t in slots]
         addresses = np.array([t.data_ptr() for t in kept], np.int64)
         lengths = np.array([len(t) for t in kept], np.int64)
@@ -52,8 +52,8 @@ class Sequences:
 
     @staticmethod
     def of_rows(table: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Sequences:
-        """Of sequences that have one new token each, whose slots are the first ``lengths`` of these
-        ``rows`` of a table (int32, contiguous).
+        """Sequences that have one new token each, and whose slots are the first ``lengths`` of
+        these ``rows`` of a table (int32, contiguous).
         """
         size = table.stride(0) * table.element_size()
         addresses = table.data_ptr() + np.array(rows, np.int64) * size

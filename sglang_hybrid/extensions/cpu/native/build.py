@@ -28,18 +28,18 @@ OPENMP = ("libgomp", "libiomp5", "libomp")
 """Names of OpenMP's libraries, of which torch has loaded one."""
 
 SECONDS = 300
-"""After which a compiler, or another process that compiles, is given up."""
+"""Time after which a compiler, or another process that compiles, is given up."""
 
 DIGEST_BYTES = hashlib.sha256().digest_size
-"""At the end of a library's file, which the loader does not read."""
+"""Bytes of the digest at the end of a library's file, which the loader does not read."""
 
 
 class NotBuilt(RuntimeError):
-    """There are no native kernels; the message says why."""
+    """Raised where there are no native kernels; the message says why."""
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: the user's folder of caches."""
+    """The folder of compiled libraries, in the user's folder of caches."""
     return own_caches() / "native"
 
 

@@ -48,7 +48,7 @@ ARGUMENTS = {
     ),
     "hybrid_model_step": (address, long, *[address] * 8),
 }
-"""Of the functions in ``kernels/native``."""
+"""Types of arguments of the functions in ``kernels/native``."""
 
 RESULTS = {"hybrid_model": address}
 """The types of results of functions that return any."""

@@ -277,7 +277,7 @@ def _check_states(mixer: Any, cache: Any, strides: tuple[int, ...]) -> None:
 
 
 def _addresses_of(cache: Any) -> tuple[int, int, int, int, int]:
-    """Of a layer's windows (with their stride and whether they are bfloat16s) and states."""
+    """Addresses of a layer's windows (with their stride, and 1 for bfloat16) and states."""
     windows, states = cache.conv[0], cache.temporal
     of_windows = windows.data_ptr(), windows.stride(0), int(windows.dtype == torch.bfloat16)
     return *of_windows, states.data_ptr(), states.stride(0)

@@ -154,7 +154,7 @@ _DRAFT_BINDINGS: tuple[Binding, ...] = (
     Binding(_ALLOCATION, "assign_req_to_token_pool_func", draft_steps.give_slots),
     Binding(f"{_MODELS}.lfm2", "causal_conv1d_update_triton", mamba2.causal_conv1d_update),
 )
-"""For speculative decoding."""
+"""Bindings for speculative decoding."""
 
 _UNIFIED = "sglang.srt.mem_cache.allocator.unified_sub_pool"
 
@@ -181,7 +181,7 @@ _UNIFIED_BINDINGS: tuple[Binding, ...] = (
         for name, function in copies.items()
     ),
 )
-"""For SGLang's unified pool of KV and states."""
+"""Bindings for SGLang's unified pool of KV and states."""
 
 BINDINGS: tuple[Binding, ...] = (
     *_DRAFT_BINDINGS,

@@ -40,7 +40,7 @@ def product(
     """``x @ weight.T + bias``: x [..., K], weight [N, K] (and its packed copy), bias [N]."""
     rows = x.numel() // max(1, x.shape[-1])
     kernels = library()
-    if kernels is not None and _reads_as_stored(x, weight, rows):
+    if kernels is not None and _is_native_faster(x, weight, rows):
         return steps.product(kernels, x, weight, bias)
     if rows * weight.numel() < SMALLEST or not _served(x, weight):
         return linear(x, weight, bias)
@@ -111,7 +111,7 @@ def _packed(layer: Any) -> Tensor | None:
     return packed
 
 
-def _reads_as_stored(x: Tensor, weight: Tensor, rows: int) -> bool:
+def _is_native_faster(x: Tensor, weight: Tensor, rows: int) -> bool:
     """True if a native product with the weight as it is stored is the fastest."""
     known = x.dtype == weight.dtype and weight.dtype in (torch.float32, torch.bfloat16)
     plain = known and x.is_contiguous() and weight.is_contiguous()

@@ -1,7 +1,7 @@
 """Models of SGLang whose decode steps the native kernels compute in one call for all layers.
 
-Each model is described once, after its weights were loaded. Whatever a description does not know
-(adapters, quantized weights, ranks, hooks, experts) leaves the model to SGLang's own forward.
+Each model is described once, after its weights were loaded. A model with parts that a description
+lacks (adapters, quantized weights, ranks, hooks, experts) is left to SGLang's own forward.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Description:
     def attention(
         self, place: LayerWiring, block: Any, rotary: Any = None, key_scale: float = 1.0
     ) -> None:
-        """For a ``block`` with `qkv_proj`, `attn` and `o_proj`."""
+        """Add the attention of a ``block`` with `qkv_proj`, `attn` and `o_proj`."""
         from sglang_hybrid.extensions.cpu.attention import HybridCpuAttnBackend, rule_of
 
         if not isinstance(self._full, HybridCpuAttnBackend):

@@ -34,7 +34,7 @@ def track_mamba_states_if_needed(
     batch_size: int,
     check_freed_slots: bool = False,
 ) -> None:
-    """Where the mask is set, copies row ``cache_indices[i]`` to row ``mamba_track_indices[i]``.
+    """Copies row ``cache_indices[i]`` to row ``mamba_track_indices[i]`` where the mask is set.
 
     Shapes: conv_states and ssm_states [slots, ...], the rest [batch_size]. With
     ``check_freed_slots`` rows with a negative slot are left out.

@@ -40,7 +40,7 @@ class Stream:
             self.arrived = max(self.arrived, time.monotonic()) + size / host_link.bandwidth
 
     def wait_stream(self, stream: object) -> None:
-        """Nothing to do: what other streams were given has been computed."""
+        """Do nothing: other streams' work has been computed when they were given it."""
 
     def wait_event(self, event: Event) -> None:
         """Wait until the event's copies have arrived."""
@@ -68,7 +68,7 @@ class Event:
         _sleep_until(self._reached)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Nothing to do: what is computed is there before a copy begins."""
+        """Do nothing: work is computed before a copy begins."""
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds from this point to `end`, as torch counts them."""

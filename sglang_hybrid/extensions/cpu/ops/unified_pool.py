@@ -1,7 +1,7 @@
 """SGLang's unified pool of KV and states (`--enable-unified-memory`) without an accelerator.
 
-Its tables, copies and moves have paths in plain torch. What is here takes the place of its two
-Triton kernels, and of its refusal of platforms that bring their own classes.
+Its tables, copies and moves have paths in plain torch. These functions replace its two Triton
+kernels, and its refusal of platforms that bring their own classes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from sglang_hybrid.extensions.lab.avmp.shared import OneWayDonor, PlainShared, S
 from sglang_hybrid.extensions.lab.simulation.workers import run_all
 
 SGLANGS_SHARE = 0.474
-"""Of the memory, 0.9 / 1.9: what SGLang's --mamba-full-memory-ratio gives to states by default."""
+"""Share of the memory for states by SGLang's default --mamba-full-memory-ratio, 0.9 / 1.9."""
 
 STATIC = (0.05, 0.1, 0.2, 0.3, 0.4, SGLANGS_SHARE, 0.5, 0.9)
 
@@ -98,8 +98,8 @@ def compare(
 
 @dataclass(frozen=True)
 class QueueResult:
-    """Where requests wait for room. makespan: ticks, summed over models and sizes, as the mean of
-    the seeds. waited: ticks, per request. refused: requests that never fit, of those that all came.
+    """Results where requests wait for room. makespan: ticks, summed over models and sizes, as the
+    mean of the seeds. waited: ticks, per request. refused: of all requests, those that never fit.
     """
 
     out_of_memory: int

@@ -55,7 +55,7 @@ class SimulatedMemory(Protocol):
         """Give `request` so many pages or states; False, and it gets none, if there is no room."""
 
     def end(self, request: int) -> None:
-        """`request` is done: what it still has is free."""
+        """Free all that `request`, which has ended, still has."""
 
 
 class Ids:

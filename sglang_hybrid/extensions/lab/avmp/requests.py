@@ -38,7 +38,7 @@ class LiveRequest:
         return pages_of(self.prompt + self.answer)
 
     def page_ticks(self) -> Iterator[int]:
-        """When it needs a further page in every layer."""
+        """Ticks at which the request needs a further page in every layer."""
         counts = (pages_of(self.prompt + step) for step in range(self.answer + 1))
         for step, (before, after) in enumerate(pairwise(counts), start=1):
             if after > before:
@@ -60,7 +60,7 @@ def _uniform_short(rng: np.random.Generator, n: int) -> tuple[Lengths, Lengths, 
 
 
 def _mixed_long(rng: np.random.Generator, n: int) -> tuple[Lengths, Lengths, Lengths]:
-    """One prompt in five is of a long document."""
+    """Lengths of which one prompt in five is of a long document."""
     long = rng.random(n) < 0.2
     short_prompts, long_prompts = rng.integers(512, 4_097, n), rng.integers(16_384, 65_537, n)
     prompts = np.where(long, long_prompts, short_prompts)
@@ -100,7 +100,7 @@ class Workload:
     seed: int
 
     def requests(self, replicate: int) -> list[LiveRequest]:
-        """In order of arrival; the same for the same `replicate` (0, 1, ..)."""
+        """The requests in order of arrival; the same for the same `replicate` (0, 1, ..)."""
         rng = np.random.default_rng(self.seed + replicate)
         columns = (column.tolist() for column in self.draw(rng, self.count))
         return [LiveRequest(number, *row) for number, row in enumerate(zip(*columns, strict=True))]

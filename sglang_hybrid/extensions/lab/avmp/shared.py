@@ -21,7 +21,7 @@ class SharedBytes:
         }
 
     def end(self, request: int) -> None:
-        """`request` is done: what it still has is free."""
+        """Free all that `request`, which has ended, still has."""
         for held in self.held.values():
             self.free += held.pop(request, 0)
 

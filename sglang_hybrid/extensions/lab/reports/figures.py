@@ -68,7 +68,7 @@ def ttft(study: Study) -> Plot:
 
 
 def p95(study: Study) -> Plot | None:
-    """Its 95th percentile, next to no cache."""
+    """The 95th percentile of times to first token, next to no cache."""
     found = study.at_compared()
     if "none" not in found or len(found) < 2:
         return None
@@ -84,7 +84,7 @@ def p95(study: Study) -> Plot | None:
 
 
 def by_length(study: Study) -> Plot | None:
-    """Whose prompts gain over the reference."""
+    """The gain over the reference, by the prompts' length."""
     reference = study.reference()
     found = study.at_compared()
     if reference is None:

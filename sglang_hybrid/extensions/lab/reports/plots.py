@@ -42,7 +42,7 @@ COLOURS = {
 }
 PARTS = ("#333333", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#9a9a9a")  # of a stacked bar
 BOUNDS = (*ORACLES, FORESIGHT, "unbounded", "none")
-"""Drawn dashed: not to be had, or not to be wanted."""
+"""Policies drawn dashed: those that no server can have, or that none should have."""
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 10,

@@ -55,7 +55,7 @@ def show_results(results: Sequence[Result], requests: Sequence[Request], console
 
 
 def _show_tiers(results: Sequence[Result], console: Console) -> None:
-    """Where hits came from, and what was moved."""
+    """Print the tiers that hits came from, and the bytes that were moved."""
     table = Table(title="tiers", box=SIMPLE, padding=(0, 1), collapse_padding=True)
     table.add_column("policy", no_wrap=True)
     assert results[0].job.tiers is not None

@@ -2,9 +2,9 @@
 public.
 
 Each orders the entries that `reuse` orders, under the paper's admission or the server's, so that
-what differs is what it knows. All were made for KV alone; here they order states too. What a trace
-does not tell of agents (`traces.workflows.Step`) a policy does not know either. Prefetches, and
-orders of waiting requests, are left out.
+what differs is what it knows. All were made for KV alone; here they order states too. A policy
+knows of agents only what a trace tells (`traces.workflows.Step`). Prefetches, and orders of waiting
+requests, are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sglang_hybrid.core.victims.table import Table
 from sglang_hybrid.extensions.lab.simulation.traces.workflows import AgentRequest, Step
 
 END: Final = "end"
-"""What follows the last request of a workflow, in the place of an agent."""
+"""The name that follows the last request of a workflow, in the place of an agent."""
 
 
 class AgentKnowledge(ABC):
@@ -42,7 +42,7 @@ class AgentKnowledge(ABC):
 
     @abstractmethod
     def owner(self, request: Request) -> Hashable:
-        """What passes the nodes on the path of `request`."""
+        """The agent, workflow or session that the nodes on the path of `request` then belong to."""
 
     @abstractmethod
     def learn(self, request: Request, before: Request | None) -> Iterable[Node]:
@@ -70,7 +70,7 @@ class AgentKnowledge(ABC):
         self._passed.pop(node.id, None)
 
     def passed(self, node: Node) -> tuple[int, int]:
-        """What passed `node` last, and when; of one in no tree, the latest request does."""
+        """The owner that passed `node` last, and when; of one in no tree, the latest request's."""
         return self._passed.get(node.id, (self._current, self.tick))
 
 
@@ -92,7 +92,7 @@ class AgentPolicy(Policy):
 
 
 class Transitions(AgentKnowledge):
-    """Which agent follows which, as CacheScout learns it (arXiv 2608.14624, sections 3.2 and 3.3).
+    """The graph of agents that follow one another, by CacheScout (arXiv 2608.14624, 3.2 and 3.3).
 
     Agents are told apart by the first FINGERPRINT tokens of their prompts. The likelihood that one
     follows another is counted; a change that is as likely as EDGE is an edge of a graph, and an
@@ -188,7 +188,7 @@ class CacheScout(AgentPolicy):
 
 
 class Invocations(AgentKnowledge):
-    """Which agents a workflow calls next, for PBKV (arXiv 2605.06472): for each of the next STEPS
+    """The next agents of a workflow, for PBKV (arXiv 2605.06472): for each of the next STEPS
     requests the likelihood of each agent, the n-th counting GAMMA^(n-1) times.
 
     Sketch: the paper predicts by a network that is trained beforehand on workflows and reads the
@@ -282,9 +282,9 @@ class Pbkv(AgentPolicy):
 
 
 class Durations(AgentKnowledge):
-    """How long sessions still wait for the tools that they call, for CacheWise (arXiv 2606.16824):
-    for each tool, what is left on the mean of its earlier calls that took longer than it has by
-    now; of calls side by side, the longest.
+    """Seconds that sessions still wait for tools, for CacheWise (arXiv 2606.16824): for each tool,
+    the mean remaining time of earlier calls that took longer than it has by now; of calls side by
+    side, the longest.
 
     Sketch: the paper also groups calls by their arguments, which no trace here has. A pause without
     a call, and all pauses of a trace that names no tools, are those of one tool more.

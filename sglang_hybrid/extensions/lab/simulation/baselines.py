@@ -94,7 +94,7 @@ class SglangRules(Simulator):
         self._own(ticket, 0, ticket.own_states)
         for end in sorted(ticket.ends):
             self._publish(ticket, ticket.request.tokens[:end], {end: ticket.ends[end]})
-        self._own_rest(ticket)
+        self._own_uncached_prompt(ticket)
 
     def finish(self, ticket: Ticket) -> None:
         request = ticket.request

@@ -47,7 +47,7 @@ class DeviceMemory:
             tree.listen(pool)
 
     def use(self, pools: tuple[Pool, Pool]) -> None:
-        """From now on victims are chosen from `pools`, for KV and for states."""
+        """Choose victims from `pools` from now on, for KV and for states."""
         for pool in dict.fromkeys((self.pool, self.state_pool)):
             self.tree.unlisten(pool)
         self.pool, self.state_pool = pools
@@ -195,7 +195,7 @@ class DeviceMemory:
             self._states += states
 
     def add(self, kv: int, states: int) -> None:
-        """So many tokens and states were cached."""
+        """Count tokens and states that were cached."""
         self._kv += kv
         self._states += states
 

@@ -26,8 +26,8 @@ class Steps:
 
 
 class Oracle:
-    """For each request of a trace, when each position on its path comes back. Read from the end of
-    the trace, so that the last request seen at a position is the next one to come.
+    """The next use of each position on the path of each request of a trace. The trace is read from
+    its end, so that the last request seen at a position is the next one to come.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -42,7 +42,7 @@ class Oracle:
         self._ticks = {id(request): tick for tick, request in enumerate(requests, start=1)}
 
     def tick(self, request: Request) -> int:
-        """When `request`, one of the trace's own objects, comes: 1 for the first."""
+        """The tick at which `request`, one of the trace's own objects, comes: 1 for the first."""
         return self._ticks[id(request)]
 
     def next_use(self, request: Request, depth: int, now: int) -> float:
@@ -82,7 +82,7 @@ class Oracle:
 
 
 class NextUses:
-    """When each node of a cache is passed next, as policies know it that are told of the future
+    """The next use of each node of a cache, for policies that are told of the future
     (`told.Knowledge`).
     """
 

@@ -92,8 +92,8 @@ class TailLru(Policy):
 
 class Clairvoyant(Policy):
     """FLOPs saved per byte, over the requests until the next use. `node.history_node` is the tick
-    of that use. What is never used again goes first, by FLOPs per byte: its KV may still tell a
-    branch.
+    of that use. Entries that are never used again are evicted first, by FLOPs per byte: their KV
+    may still show a branch.
     """
 
     name = "clairvoyant"

@@ -79,7 +79,7 @@ PAPER = PrefillTime(  # the artifact's fit to Jamba-1.5-Mini on four A100 (marco
 )
 
 PAPER_FLOPS = 2 * 12e9
-"""Of a token in the model of that fit, which has 12 billion active parameters (its model card)."""
+"""FLOPs of a token in the model of that fit: 12 billion active parameters (its model card)."""
 
 
 def at_papers_rate(cost: CostModel) -> PrefillTime:

@@ -45,8 +45,8 @@ class Told:
             self._publish(node, False)
 
     def deepest(self, positions: Mapping[int, int]) -> int:
-        """Of a prompt with these `positions` by the hashes of its prefixes, the last one at which
-        the server is believed to have a state; 0 if there is none.
+        """The last position of a prompt at which the server is believed to have a state; 0 if there
+        is none. positions: by the hashes of the prompt's prefixes.
         """
         while self._on_way and self._on_way[0][0] <= self._now():
             _, prefix, there = self._on_way.popleft()
@@ -96,7 +96,7 @@ class Replica:
         return max(0.0, self.free_at - now) + sum(self.waiting.values())
 
     def seconds(self, request: Request, hit: int) -> float:
-        """Of the prefill of `request`, if it hits `hit` tokens."""
+        """The seconds of the prefill of `request`, if it hits `hit` tokens."""
         return self.time.seconds(hit, request.input_len - hit)
 
     def stored(self, request: Request) -> int:
@@ -252,8 +252,8 @@ ROUTERS: dict[str, Callable[[], Router]] = {
     "by_blocks": lambda: Soonest(Replica.stored),
     "by_states": lambda: Soonest(Replica.resumable, DISPLACED),
 }
-"""By name. by_blocks: by the KV that is stored, which is what SGLang's and vLLM's events tell.
-by_states: by the states, with a price on what is computed, as our router (router/choosing.py).
+"""Routers by name. by_blocks: by the stored KV, which SGLang's and vLLM's events report. by_states:
+by the states, with a price on what is computed, as our router (router/choosing.py).
 """
 
 

@@ -1,4 +1,4 @@
-"""What other engines keep of a hybrid model's prefixes, as they are served by default.
+"""Prefix caches of other engines for hybrid models, as these are served by default.
 
 Each class says what it is made from and what it knows. Sizes are those of our cost model for all.
 """
@@ -110,8 +110,8 @@ class VllmCache:
         self._release(ticket)
 
     def _find(self, names: Sequence[int], below: Container[Hashable] = ()) -> tuple[int, int]:
-        """How many blocks from the beginning are cached, here or `below`, and after how many of
-        them the deepest state is that a prompt can resume from.
+        """The number of blocks from the beginning that are cached, here or `below`, and the number
+        of them up to the deepest state that a prompt can resume from.
         """
 
         def has(name: Hashable) -> bool:
@@ -182,7 +182,7 @@ class VllmCache:
         return over <= 0
 
     def _on_eviction(self, name: Hashable) -> None:
-        """`name` is about to leave."""
+        """Called when `name` is about to be evicted."""
 
 
 class LmCache(VllmCache):
@@ -190,7 +190,7 @@ class LmCache(VllmCache):
     design document `lazy_offload_policy/eviction_aware.md` and pull request 4847).
 
     Nothing is copied to the host until vLLM is about to evict it; then it is copied, with all
-    blocks before it that are on the device. What the host has behind the device's blocks is loaded.
+    blocks before it that are on the device. Host blocks behind the device's blocks are loaded.
     The host evicts the least recently used. It knows vLLM's queue of pages, and nothing of sessions
     or of time. Sketch: copies are in time, states go down as they are evicted, there is no disk.
     """
@@ -302,7 +302,7 @@ class TensorRtLlm(Simulator):
         self._own(ticket, 0, ticket.own_states)
         prompt = request.tokens[: request.input_len]
         path = self._publish(ticket, prompt, {len(prompt): None, **ticket.ends})
-        self._own_rest(ticket)
+        self._own_uncached_prompt(ticket)
         left = [node for node in path if node.depth in ticket.ends and node.has_state]
         turns = self._kept.setdefault((request.tenant, request.session), deque())
         turns.append(left)

@@ -1,7 +1,7 @@
 """The cache as it is served: SGLang's pools, our checkpoints, in the server's own order.
 
 Request after request it hits what `HybridRadixCache` on SGLang's pools hits, token by token
-(tests/extensions/lab/simulation/test_parity.py). What is planned is
+(tests/extensions/lab/simulation/test_parity.py). States are planned by
 `core.checkpoints.checkpoint_plan`, as there.
 """
 
@@ -221,15 +221,15 @@ class ServerSimulator(Simulator):
         return path, matched
 
     def _load(self, request: Request, hit: Node) -> Node:
-        """Where `request` resumes when what it is to load for `hit` is loaded; without tiers there
-        is nothing to load.
+        """Load for `request` what `hit` needs, and return the node that it resumes from; without
+        tiers there is nothing to load.
         """
         return hit
 
     def _decode(self, hit: Node) -> bool:
-        """Decode the KV that a request reads which resumes from `hit`, node after node, so that
-        each takes the room that the ones above gave back. False if there is no room for one of
-        them. The state is decoded into the request's own slot.
+        """Decode the KV up to `hit`, which a request resumes from, node after node, so that each
+        takes the room that the ones above gave back. False if there is no room for one of them. The
+        state is decoded into the request's own slot.
         """
         path = [node for node in way_to(hit) if node.coded_kv]
         hit.inexact |= hit.coded_state

@@ -191,7 +191,7 @@ class Simulator:
             self._own(ticket, 0, ticket.own_states)  # what it computed becomes the cache's
             prompt = request.tokens[: request.input_len]
             self._publish(ticket, prompt, {**ticket.ends, len(prompt): None})
-            self._own_rest(ticket)
+            self._own_uncached_prompt(ticket)
 
     def finish(self, ticket: Ticket) -> None:
         """Publish the answer and the tail."""
@@ -215,14 +215,14 @@ class Simulator:
             ticket.apart = True
             self._lock(ticket, None)
 
-    def _own_rest(self, ticket: Ticket) -> None:
-        """After a prefill: what of the prompt is not cached by now stays the request's own."""
+    def _own_uncached_prompt(self, ticket: Ticket) -> None:
+        """Count the part of a prompt that is not cached after its prefill as the request's own."""
         if self.running_states is not None:
             cached = 0 if ticket.locked_node is None else ticket.locked_node.depth
             self._own(ticket, max(0, ticket.request.input_len - cached), ticket.own_states)
 
     def _own(self, ticket: Ticket, kv: int, states: int) -> None:
-        """`ticket` takes so much of the budget from now on, instead of what it took."""
+        """Count so much of the budget for `ticket` from now on, instead of what it took."""
         self.memory.kv_in_use += kv - ticket.own_kv
         self.memory.slots_in_use += states - ticket.own_states
         ticket.own_kv, ticket.own_states = kv, states
@@ -347,7 +347,7 @@ class Simulator:
         tenant: str = "",
     ) -> list[Node]:
         """Store `tokens` of `tenant` with nodes at `ends`, those of a kind with states; return the
-        nodes on their path. What cannot fit is not stored at all.
+        nodes on their path. Nothing is stored of a sequence that cannot fit.
         """
         stored = {node.depth for node in path if node.has_state}
         kv = len(tokens) - matched

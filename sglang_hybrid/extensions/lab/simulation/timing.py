@@ -1,4 +1,4 @@
-"""When what was computed is there: requests that overlap, queue for the prefill, and decode."""
+"""Times at which results are there: requests that overlap, queue for the prefill, and decode."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Knowledge(Protocol):
         ...
 
     def forget(self, node: Node) -> None:
-        """`node` left the cache."""
+        """Called when `node` has left the cache."""
 
 
 class Told(Simulator):

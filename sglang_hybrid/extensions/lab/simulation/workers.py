@@ -76,7 +76,7 @@ def run_all(
         progress: called with the number of steps since it was called last.
 
     Raises:
-        ChildProcessError: a worker died. What the work raises is raised here too.
+        ChildProcessError: a worker died. Errors of the work are raised here too.
     """
     if workers <= 1 or len(jobs) <= 1:
         return [work(shared, job, lambda: progress(1)) for job in jobs]

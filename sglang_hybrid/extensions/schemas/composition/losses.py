@@ -16,8 +16,8 @@ MOST_POINTS: Final = 3.3
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one kind of recurrent layer. points: of 100 questions, how many fewer were answered behind
-    composed prompts without a seam window, in the worst row of a task that the model had learnt.
+    """Loss of one kind of recurrent layer. points: questions of 100 that were no longer answered
+    behind composed prompts without a seam window, in the worst row of a task that was learnt.
     seam: tokens of the smallest seam window that loses at most `MOST_POINTS`; None if none does.
     """
 
@@ -39,7 +39,7 @@ LOSSES: Final = {
     "qwen3_5_moe": GATED_DELTA_NET,
     "kimi_linear": KDA,
 }
-"""By type of model. What is not here was not measured."""
+"""Losses by type of model. Other types were not measured."""
 
 
 def why_refused(model_type: str) -> str:

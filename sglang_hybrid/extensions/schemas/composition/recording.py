@@ -37,7 +37,7 @@ KINDS: Final = {
     f"{_ATTENTION}.linear.gdn_backend:GDNAttnBackend": Kind(is_matrix=True),
     f"{_ATTENTION}.linear.kda_backend:KDAAttnBackend": Kind(is_matrix=True, window_axis=-2),
 }
-"""By SGLang's backend. What composing loses is measured of these only (docs/results/modular.md)."""
+"""Kinds by SGLang's backend: those whose loss was measured (docs/results/modular.md)."""
 
 
 def kind_of(backend: Any) -> Kind | None:
@@ -99,7 +99,7 @@ class SegmentTracks:
     def for_layers(
         self, backend: Any, forward_batch: Any, cache_indices: Tensor, cu_seqlens: Tensor
     ) -> LayerTracks | PrefillTracks | None:
-        """As `StateTracks.for_layers`; None if the layers leave nothing."""
+        """The same as `StateTracks.for_layers`; None if the layers leave nothing."""
         inner = None
         if self.tracks is not None:
             inner = self.tracks.for_layers(backend, forward_batch, cache_indices, cu_seqlens)
@@ -127,18 +127,18 @@ class LayerTracks:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As `PrefillTracks.arguments`."""
+        """The same as `PrefillTracks.arguments`."""
         return {} if self._inner is None else self._inner.arguments
 
     def save_windows(self, conv_states: Tensor, inputs: Tensor) -> None:
-        """As `PrefillTracks.save_windows`."""
+        """Calls `PrefillTracks.save_windows`."""
         if self._inner is not None:
             self._inner.save_windows(conv_states, inputs)
 
     def begin(
         self, ssm_states: Tensor, *, layer: Any = None, dt: Tensor | None = None, **_: Any
     ) -> None:
-        """As `PrefillTracks.begin`. dt [T, H]: of Mamba2, what its `layer` makes time steps of."""
+        """Calls `PrefillTracks.begin`. dt [T, H]: of Mamba2, input of the layer's time steps."""
         if dt is not None:
             for recording, tokens in self._spans:
                 steps = softplus(dt[tokens].float() + layer.dt_bias.float())
@@ -158,8 +158,8 @@ class LayerTracks:
         beta: Tensor | None = None,
         **more: Any,
     ) -> None:
-        """As `PrefillTracks.finish`. k [1, T, Hk, Dk], g and beta [1, T, ...]: of a delta rule. If
-        `layer` is given, which is KDA's, they are what its gates are made of.
+        """Calls `PrefillTracks.finish`. k [1, T, Hk, Dk], g and beta [1, T, ...]: of a delta rule.
+        If a `layer` is given, which is KDA's, g and beta are the inputs of its gates.
         """
         if k is not None and g is not None and beta is not None:
             decays, strengths = (g, beta) if layer is None else _kda_gates(layer, g, beta)

@@ -1,8 +1,8 @@
 """The segments of one cache whose model has recurrent layers: the transitions that they have, and
 states that are composed of them.
 
-What a segment computed alone leaves is the state at its end, which is a checkpoint like others, and
-its transition, which is kept here, in host memory, as float32. Behind segments 1 to n the state is
+A segment computed alone leaves the state at its end, which is a checkpoint like others, and its
+transition, which is kept here, in host memory, as float32. Behind segments 1 to n the state is
 
     S = S_n + (... S_2 + (S_1) T_2 ...) T_n
 
@@ -39,7 +39,7 @@ payer whose transitions take most loses the one that it used longest ago."""
 
 @dataclass(frozen=True)
 class Transition:
-    """Of all recurrent layers, in their order, in host memory."""
+    """The transitions of all recurrent layers, in their order, in host memory."""
 
     kind: Kind
     layers: list[Tensor]
@@ -134,7 +134,7 @@ class SegmentStates:
         return [slot for slot in map(self._state, nodes) if slot is not None]
 
     def transitions(self, req: Req, nodes: Sequence[int]) -> list[Transition]:
-        """Those of segments of `req` that end at these nodes (`has`), which are used now."""
+        """The transitions of segments of `req` that end at these nodes (`has`), noted as used."""
         whose = payer(req.extra_key)
         found = [(node, self._get(whose, node)) for node in nodes]
         used = [(node, transition) for node, transition in found if transition is not None]
@@ -168,11 +168,11 @@ class SegmentStates:
             windows[:, target] = joined_windows(found, tokens, kind.window_axis)
 
     def forget_all(self) -> None:
-        """The tree was emptied."""
+        """Forget all transitions, after the tree was emptied."""
         self._kept = Latest(self.limit)
 
     def as_dict(self) -> dict[str, int]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {"kept": len(self._kept), "bytes": self._kept.nbytes, "limit": self.limit}
 
     def _state(self, node_id: int) -> Tensor | None:

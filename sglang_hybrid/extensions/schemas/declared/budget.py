@@ -21,10 +21,10 @@ from sglang_hybrid.extensions.schemas.declared.tree import Edge, PrefixNode, Sha
 Values = npt.NDArray[np.float64]
 
 MOST_UNITS = 1_000
-"""Into which a budget is divided; costs are rounded up to whole units."""
+"""Units into which a budget is divided; costs are rounded up to whole units."""
 
 MOST_STEPS = 4_000_000
-"""In which values are put together, about 20 seconds on two busy cores. The time grows with about
+"""Steps of combining values, about 20 seconds on two busy cores. The time grows with about
 the fifth power of the number of modules that a prompt may leave out.
 """
 

@@ -49,12 +49,12 @@ class ModularPrompt:
 
     @property
     def last_position(self) -> int:
-        """Of the prompt's last token."""
+        """The position of the prompt's last token."""
         return self.position + len(self.new) - 1
 
     @property
     def digest(self) -> str:
-        """Of where everything stands: equal tokens at other positions have other keys."""
+        """A digest of all positions, so that equal tokens at other positions have other keys."""
         places = ",".join(f"{one.start}:{len(one.ids)}" for one in self.segments)
         return blake2b(f"{places},{self.position}".encode(), digest_size=12).hexdigest()
 
@@ -150,7 +150,7 @@ def modular(layout: Layout, resolved: Resolved) -> ModularPrompt:
             segments.append(Segment(ids, start))
         if after:
             segments.append(Segment(after, layout.closed(piece.message)))
-    return _ending_in_new(tuple(one for one in segments if one.ids), tuple(new), layout.end)
+    return _with_new_token(tuple(one for one in segments if one.ids), tuple(new), layout.end)
 
 
 def prepared_segments(layout: Layout) -> list[Segment]:
@@ -164,10 +164,10 @@ def prepared_segments(layout: Layout) -> list[Segment]:
     return [segment for segment in found if segment.ids]
 
 
-def _ending_in_new(
+def _with_new_token(
     segments: tuple[Segment, ...], new: tuple[int, ...], position: int
 ) -> ModularPrompt:
-    """At least one token is new, for the next one is read from its output."""
+    """The prompt with at least one new token, since the next one is read from its output."""
     if new or not segments:
         return ModularPrompt(segments, new, position)
     *rest, last = segments

@@ -27,13 +27,13 @@ from sglang_hybrid.extensions.schemas.declared.tokens import PromptTokenizer, To
 from sglang_hybrid.serving.tenants import Tenant
 
 MOST_SCHEMAS = 64
-"""Of one payer (`core/records/shares.py`)."""
+"""Schemas of one payer (`core/records/shares.py`)."""
 
 MOST_TENANT_BYTES = 8 << 20
-"""Of all schemas of one payer."""
+"""Bytes of all schemas of one payer."""
 
 MOST_BYTES = 64 << 20
-"""Of all schemas of a server."""
+"""Bytes of all schemas of a server."""
 
 MOST_OF_ALL = 1 << 14
 """Schemas of a server: the smallest one takes more memory than its bytes, and a new one is compared
@@ -68,7 +68,7 @@ class Registered:
     lengths: dict[str, int] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """For whoever lists schemas."""
+        """The schema's entry in a list of schemas."""
         return {
             "name": self.schema.name,
             "bytes": self.size,
@@ -79,7 +79,7 @@ class Registered:
         }
 
     def as_dict(self, tokenizer: PromptTokenizer) -> dict[str, Any]:
-        """For whoever asks for the schema. Takes long where its texts were not tokenized yet."""
+        """The answer to a request for the schema. Takes long if its texts are not tokenized yet."""
         length = self.length(tokenizer)
         parts = [described(part, length, self.imports) for part in self.schema.parts]
         return {**self.summary(), "parts": parts}
@@ -309,7 +309,7 @@ class Registry:
         return Expanded(registered, tokenized, positions, warnings, segments)
 
     def layout(self, registered: Registered) -> Layout:
-        """Where modular mode places the schema's texts; made once for each schema."""
+        """The places of the schema's texts in modular mode; made once for each schema."""
         if registered.layout is None:
             registered.layout = Layout(registered.schema, self.tokenizer)
         return registered.layout

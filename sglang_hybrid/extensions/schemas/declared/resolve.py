@@ -1,4 +1,4 @@
-"""From the modules that a prompt imports to its text, piece by piece, in the schema's order."""
+"""Resolves the modules that a prompt imports to its text, in pieces, in the schema's order."""
 
 from __future__ import annotations
 

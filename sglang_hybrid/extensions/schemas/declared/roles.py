@@ -41,16 +41,16 @@ def role_texts(render: Callable[[Sequence[Message], bool], str]) -> RoleTexts:
         asked = render(chat, True).partition(MARKS[3])[2]
     except Exception as error:  # a template may refuse a chat with anything
         raise NoRoles(f"the chat template refuses a plain conversation: {error}") from None
-    before_user = _behind(system_user, alone)
+    before_user = _text_after(system_user, alone)
     texts = RoleTexts(
         {"system": opening, "user": first_user},
-        {"user": before_user, "assistant": _behind(user_assistant, after_user)},
+        {"user": before_user, "assistant": _text_after(user_assistant, after_user)},
         {
             "system": alone,
             "user": after_user,
             "assistant": assistant_user.removesuffix(before_user),
         },
-        _behind(asked, after_user),
+        _text_after(asked, after_user),
     )
     if texts.after["assistant"] + before_user != assistant_user:
         raise NoRoles("the chat template writes messages of one role in several ways.")
@@ -70,7 +70,7 @@ def split_at(text: str, marks: Sequence[str]) -> list[str]:
     return [*parts, text]
 
 
-def _behind(text: str, start: str) -> str:
+def _text_after(text: str, start: str) -> str:
     if not text.startswith(start):
         raise NoRoles("the chat template ends messages of one role in several ways.")
     return text[len(start) :]

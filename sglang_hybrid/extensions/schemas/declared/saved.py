@@ -35,7 +35,7 @@ SUFFIX = ".json"
 _PATH = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}" + re.escape(SUFFIX))
 
 MOST_FILE_BYTES = 6 * MOST_BYTES + 1_024
-"""Of one file: JSON may write a character of a schema as six."""
+"""Bytes of one file: JSON may write a character of a schema as six."""
 
 
 class SavedFile(msgspec.Struct, forbid_unknown_fields=True):

@@ -39,7 +39,7 @@ class Frame:
 
 
 Frames = Mapping[int, Frame]
-"""By the number of the message, counted from 1."""
+"""Frames by the number of the message, counted from 1."""
 
 
 @dataclass(frozen=True)

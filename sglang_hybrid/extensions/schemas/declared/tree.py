@@ -1,9 +1,9 @@
 """All prompts that a schema allows, as a tree of their common prefixes, with probabilities.
 
 A node is a position at which a checkpoint could be held: the end of a module, or where prompts
-part. Parameters end a path, since what follows depends on their values. What may follow depends on
-the place in the schema only, so the tree is kept as one shape per place and made node by node where
-it is asked for.
+part. Parameters end a path, since the next tokens depend on their values. The parts that may follow
+depend on the place in the schema only, so the tree is kept as one shape per place and made node by
+node where it is asked for.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import DefusedXMLParser
 
 MOST_BYTES = 1 << 20
-"""Of a schema or a prompt, with all files that it names."""
+"""Bytes of a schema or a prompt, with all files that it names."""
 
 MOST_DEPTH = 64
 MOST_ELEMENTS = 2_000

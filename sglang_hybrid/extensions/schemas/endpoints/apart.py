@@ -34,7 +34,7 @@ _computing: set[asyncio.Task[None]] = set()  # tasks, which nobody else holds
 
 @lru_cache(maxsize=1)
 def why_whole(manager: TokenizerManager) -> str:
-    """Why modules cannot be computed apart here, a sentence; empty if they can."""
+    """The reason why modules cannot be computed apart here, a sentence; empty if they can."""
     if manager.server_args.radix_cache_backend != BACKEND:
         return (
             f"Modules are computed apart with --radix-cache-backend {BACKEND} only, so the prompt "

@@ -33,7 +33,7 @@ class Unasked:
     """Stands where `Expanded` does, for a prompt that the server itself sends."""
 
     def on_answer(self, meta_info: Any) -> None:
-        """Nobody reads the answer."""
+        """Do nothing: nobody reads the answer."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def prompts_for(
 
 
 class PrewarmTurns:
-    """When prompts that no client waits for may be computed.
+    """The times at which prompts that no client waits for may be computed.
 
     busy: returns whether requests run. clock: returns seconds.
     """

@@ -1,4 +1,4 @@
-"""Where the prefixes of a schema are stored, as its own tenant is told."""
+"""The tiers that store the prefixes of a schema, as reported to its own tenant."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`hybrid.segments` in a request's `kv_hints`: spans of its prompt that are computed apart.
 
 The client says spans of tokens, and nothing else: where segments are stored and where they stand
-follows from its prompt, its tenant and the model. What lies in front of a span or between two is a
-segment, too; what lies behind the last one is new text, which reads all of them.
+follows from its prompt, its tenant and the model. Text in front of a span or between two is a
+segment, too; text behind the last one is new, and attends to all of them.
 
 Keys of attention hold the positions at which they were computed. So on a model whose attention has
 positions a segment is found again where it stands at the same one, and on others anywhere.

@@ -22,10 +22,10 @@ from sglang_hybrid.extensions.schemas.declared.schema import (
 from sglang_hybrid.extensions.schemas.declared.tree import Path, prefix_tree
 
 EARLY_SHARE = 0.5
-"""Of a schema's tokens: what comes before so many of them is early."""
+"""Share of a schema's tokens: text that begins before it is early."""
 
 MOST_MODULES = 200
-"""Of a schema whose order is weighed."""
+"""Modules of a schema whose order is examined, at most."""
 
 DATES = re.compile(
     r"\b\d{4}-\d{2}-\d{2}\b|\b\d{1,2}:\d{2}\b"

@@ -23,22 +23,22 @@ from sglang_hybrid.extensions.schemas.linter.alignment import RUN, Aligner, Alig
 from sglang_hybrid.extensions.schemas.linter.lint import DATES
 
 LEAST_TOKENS = 32
-"""That a request would save by a change, for it to count."""
+"""Tokens that a request would save by a change, for it to count."""
 
 LEAST_REQUESTS = 3
-"""In which something is seen, for it to be told."""
+"""Requests in which something is seen, for it to be reported."""
 
 LEAST_SHARE = 0.005
-"""Of a tenant's prompt tokens that a change would save, for it to be told."""
+"""Share of a tenant's prompt tokens that a change would save, for it to be reported."""
 
 LONGEST_VALUE = 64
-"""Tokens of what is called a parameter; longer text that varies is a part of the prompt."""
+"""Tokens of the longest parameter; longer text that varies is a part of the prompt."""
 
 MOST_EXAMPLES = 32
-"""Of a change, that are looked at."""
+"""Examples of a change that are looked at."""
 
 EXAMPLE_TOKENS = 24
-"""Of a varying text that are shown, at most."""
+"""Tokens of a varying text that are shown, at most."""
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -31,7 +31,7 @@ FILES = [
     "tokenizer_config.json",
 ]
 SEEN = ["preprocessor_config.json", "video_preprocessor_config.json"]
-"""Of a model that sees."""
+"""Files of a model that reads images."""
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -130,7 +130,7 @@ def test_the_default_model_is_built_once(cache_home: Path) -> None:
 
 @pytest.mark.parametrize("part", ["..", ".", "config.json", "model.safetensors"])
 def test_a_model_that_another_user_may_write_is_refused(part: str, cache_home: Path) -> None:
-    """As native kernels are (test_native_build.py)."""
+    """Models are refused there as native kernels are (test_native_build.py)."""
     before = os.umask(0o002)
     try:
         path = (ensure_tiny_model() / part).resolve()

@@ -28,7 +28,7 @@ TOKENS = 37
 
 
 def first_product(module: Any) -> Any:
-    """Of experts, their weights that a token meets first: of gate and up projection, or of up."""
+    """The weights of experts that are applied first: of gate and up projection, or of up."""
     return getattr(module, "gate_up_proj", getattr(module, "up_proj", None))
 
 

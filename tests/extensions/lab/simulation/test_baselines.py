@@ -511,7 +511,7 @@ def test_independent_numbers(name: str, budget: int, spec: str, expected: float)
 
 
 def test_density_is_no_worse_than_in_the_notes() -> None:
-    """Where LRU has 50.2 and 80.6."""
+    """LRU has 50.2 and 80.6 there."""
     for name, budget, notes in (("sharegpt_55", 2, 50.8), ("taubench_airline", 10, 87.0)):
         requests = trace(name)
         cache = build_system(Spec("density"), Setting(PAPER, budget * GB, requests))

@@ -122,7 +122,7 @@ def steps(requests: list[Request]) -> list[AgentRequest]:
 
 
 def test_a_session_goes_on_when_the_last_of_its_calls_is_done() -> None:
-    """What other agents do in between is a call of the planner's too."""
+    """The work of other agents in between is a call of the planner's too."""
     before: dict[int, AgentRequest] = {}
     several = 0
     for request in steps(generate("workflow", WORKFLOWS, 0)):

@@ -240,7 +240,7 @@ def compare_in_one_memory(name: str, limit: int | None, pools: Split, policy: st
 @pytest.mark.parametrize("policy", some(["reuse"], OURS))
 @pytest.mark.parametrize("name", TRACES_OF_BOTH)
 def test_the_simulator_is_the_server_in_one_memory(name: str, policy: str) -> None:
-    """And it is not what two pools of as many bytes do."""
+    """Two pools of as many bytes decide differently."""
     one = compare_in_one_memory(name, 300, POOLS[name][0], policy)
     two, _, _ = served(name, 300, POOLS[name][0], policy)
     assert one != two

@@ -146,7 +146,7 @@ def test_more_replicas_hit_as_one_where_sessions_stick() -> None:
 
 @pytest.mark.parametrize("tenant", ["", "a"])
 def test_a_router_hears_late_what_came_and_what_went(tenant: str) -> None:
-    """Of a state at 100 tokens, three seconds after it came and after it went."""
+    """The router knows of a state at 100 tokens three seconds after it came and after it went."""
     cache, now = Simulator(COST, None, Lru()), 0.0
     (replica,) = replicas(cache)
     replica.told = Told(cache.tree, 3.0, lambda: now)

@@ -132,7 +132,7 @@ def test_messages_that_change_one_after_the_other_leave_a_state_in_front_of_the_
 
 @pytest.mark.parametrize("lost", [3, 100])
 def test_answers_that_come_back_shortened_leave_a_state_on_their_way(lost: int) -> None:
-    """From the third turn on little of the last answer is computed again."""
+    """Little of the last answer is computed again, from the third turn on."""
     prompt, turns = numbers(0, 150), []
     for turn in range(6):
         answer = numbers(10_000 * (turn + 1), 600)
@@ -186,7 +186,7 @@ def traffic_of(rng: random.Random, count: int = 60) -> list[Request]:
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_requests_may_overlap(name: str, seed: int) -> None:
-    """In any interleaving the account stays exact, and in the end nobody holds anything."""
+    """The account stays exact in any interleaving, and in the end no request holds anything."""
     rng = random.Random(seed)
     requests = traffic_of(rng)
     one_memory = rng.random() < 0.5

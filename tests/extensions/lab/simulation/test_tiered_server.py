@@ -203,7 +203,7 @@ def test_with_a_codec_the_simulator_hits_and_marks_what_the_server_does(
 def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, one_memory: bool
 ) -> None:
-    """Not the same: what the server reads from its disk is a new node of its tree."""
+    """They differ in this: KV that the server reads from its disk is a new node of its tree."""
     pytest.importorskip("sglang")
     from sglang_hybrid.cache.tiers.served_tiers import served_tiers
     from sglang_hybrid.core.specs import PolicySwitch

@@ -508,7 +508,7 @@ def test_a_loaded_copy_takes_its_smaller_size_over_the_link() -> None:
 
 
 def test_what_is_computed_behind_a_smaller_copy_is_not_exact() -> None:
-    """On the device again, and continued there: nothing is loaded, but nothing is exact."""
+    """The copy is on the device again, and continued: nothing is loaded, but nothing is exact."""
     first, *others = in_turn(3, 1)
     cache = in_codec("int8", [])
     for one in (first, *others):

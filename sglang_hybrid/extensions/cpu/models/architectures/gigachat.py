@@ -18,11 +18,11 @@ MLP = 384
 HEADS = 4
 KEY_DIM = 32
 TURNED_KEY_DIM = 32
-"""Of the part of a key that all heads share and that is turned by its position."""
+"""Size of the part of a key that all heads share and that is turned by its position."""
 VALUE_DIM = 32
 QUERY_LATENT = 64
 LATENT = 256
-"""With the shared part one of the two sizes that SGLang's Triton kernel decodes with."""
+"""Latent size; with the shared part one of the two that SGLang's Triton kernel decodes with."""
 DELTA_NET = DeltaNetShape(key_heads=2, value_heads=6, head_dim=32, taps=4)
 """Three value heads to a key head, as in the tiny Qwen3-Next."""
 EXPERTS = 4

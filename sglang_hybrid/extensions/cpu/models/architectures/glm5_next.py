@@ -31,7 +31,7 @@ KEY_DIM = 64
 QUERY_LATENT = 64
 STREAMS = 4
 LIMIT = 10.0
-"""Of what a SwiGLU layer multiplies: the only one for which SGLang has a kernel of experts."""
+"""Limit of the factors of a SwiGLU layer, the only one for which SGLang has a kernel of experts."""
 LOUD = 5.0
 """Size of what is limited, so that one value in twenty is."""
 
@@ -119,7 +119,7 @@ def glm_5_next(seed: int, scale: Scale) -> Model:
             weights.experts(f"{layer}.mlp", HIDDEN, EXPERT, EXPERTS, "e_score_correction_bias")
         for place in ("attn", "ffn"):
             _streams(weights, f"{layer}.hc_{place}")
-    _raise_to_the_limit(weights)
+    _scale_to_limit(weights)
     weights.ones(f"{text}.norm.weight", HIDDEN)
     weights.head("lm_head.weight", HIDDEN)
     return Model(CONFIG, weights)
@@ -145,8 +145,8 @@ def _streams(weights: Weights, prefix: str) -> None:
     weights.ones(f"{prefix}_scale", 3)
 
 
-def _raise_to_the_limit(weights: Weights) -> None:
-    """Multiply what SwiGLU layers limit by `LOUD`, and divide what they make of it."""
+def _scale_to_limit(weights: Weights) -> None:
+    """Multiply the limited factors of SwiGLU layers by `LOUD`, and divide their products again."""
     for name, tensor in weights.tensors.items():
         if name.endswith(("gate_proj.weight", "up_proj.weight")):
             tensor *= LOUD

@@ -13,16 +13,16 @@ from sglang_hybrid.extensions.cpu.models.weights import Weights
 
 LAYERS = 6
 ATTENTION_LAYERS = [3, 6]
-"""Counted from 1, as the config does."""
+"""Layers, counted from 1 as in the config."""
 HIDDEN = 128
 MLP = 384
 HEADS = 4
 KEY_DIM = 32
 SHARED_KEY_DIM = 32
-"""Of the part of a key that all heads share; other models turn it by its position."""
+"""Size of the part of a key that all heads share; other models turn it by its position."""
 VALUE_DIM = 32
 LATENT = 256
-"""With the shared part one of the two sizes that SGLang's Triton kernel decodes with."""
+"""Latent size; with the shared part one of the two that SGLang's Triton kernel decodes with."""
 LINEAR_HEADS = 4
 LINEAR_HEAD_DIM = 32
 TAPS = 4

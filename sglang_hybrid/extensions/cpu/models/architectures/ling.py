@@ -20,21 +20,21 @@ HIDDEN = 128
 MLP = 384
 HEADS = 4
 LINEAR_HEAD_DIM = 128
-"""The least that SGLang's Triton kernel decodes with."""
+"""The smallest head that SGLang's Triton kernel decodes with."""
 KEY_DIM = 32
 TURNED_KEY_DIM = 32
-"""Of the part of a key that all heads share and that is turned by its position."""
+"""Size of the part of a key that all heads share and that is turned by its position."""
 VALUE_DIM = 32
 LATENT = 256
-"""With the shared part one of the two sizes that SGLang's Triton kernel decodes with."""
+"""Latent size; with the shared part one of the two that SGLang's Triton kernel decodes with."""
 EXPERTS = 4
 ACTIVE_EXPERTS = 2
 EXPERT = 128
 QUERY_LATENT = 64
-"""Of Ling 3."""
+"""Size of the latent queries of Ling 3."""
 DELTA_HEAD_DIM = 32
 TAPS = 4
-"""Of the convolutions in front of KDA."""
+"""Taps of the convolutions before KDA."""
 
 _SHARED = BASE_CONFIG | {
     "model_type": "bailing_hybrid",

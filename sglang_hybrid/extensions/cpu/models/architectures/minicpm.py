@@ -49,7 +49,7 @@ CONFIG = BASE_CONFIG | {
     "dim_model_base": int(HIDDEN * LOGIT_SCALE),
     "tie_word_embeddings": False,
 }
-"""Without a ``sparse_config``, so that attention is dense."""
+"""The config, without a ``sparse_config``, so that attention is dense."""
 
 
 def minicpm_sala(seed: int, scale: Scale) -> Model:

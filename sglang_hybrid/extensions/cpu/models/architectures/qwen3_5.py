@@ -26,7 +26,7 @@ VISION_HIDDEN = 64
 VISION_MLP = 128
 VISION_DEPTH = 2
 PATCH_VALUES = 3 * 2 * 16 * 16
-"""Of a patch: colours, frames, rows and columns."""
+"""Values of a patch: colours, frames, rows and columns."""
 MERGED = 4
 """Patches that become one token: two rows of two."""
 GRID = 64

@@ -15,11 +15,11 @@ from sglang_hybrid.extensions.cpu.models.architectures.base import (
 from sglang_hybrid.extensions.cpu.models.weights import AttentionShape, Weights
 
 BLOCKS = 4
-"""Each is an attention layer and a layer of experts."""
+"""Blocks of an attention layer and a layer of experts each."""
 HIDDEN = 128
 ATTENTION = AttentionShape(heads=4, kv_heads=2, head_dim=32)
 TAPS = (2, 2)
-"""Of the depthwise convolution and of the one inside each head."""
+"""Taps of the depthwise convolution and of the one inside each head."""
 ROUTER = 64
 EXPERTS = 4
 EXPERT = 128

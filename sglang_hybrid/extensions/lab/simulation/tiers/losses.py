@@ -1,4 +1,4 @@
-"""Where hits are lost in tiers: what became of each state that a request could have resumed from.
+"""Causes of lost hits in tiers: what became of each state that a request could have resumed from.
 
 A position is identified by a hash of all tokens up to it, so that one that was evicted takes only a
 few bytes.
@@ -16,8 +16,8 @@ from sglang_hybrid.extensions.lab.simulation.token_tree import Hashes
 
 
 class Loss(Enum):
-    """Why a request computed tokens up to a position at which there had been a state, or at which
-    one found no room.
+    """The reason why a request computed tokens up to a position at which there had been a state, or
+    at which one found no room.
     """
 
     NO_ROOM = "no room"  # it did not fit beside running requests when it was computed
@@ -42,20 +42,20 @@ class Losses:
         self._of_node: dict[Node, int] = {}
 
     def stored(self, hashes: Hashes, nodes: Iterable[Node]) -> None:
-        """These nodes of a sequence whose prefixes have these hashes [n] have states."""
+        """Note states at these nodes of a sequence whose prefixes have these hashes [n]."""
         for node in nodes:
             position = self._of_node[node] = int(hashes[node.depth - 1])
             self._note(position, node.depth, None)
 
     def refused(self, hashes: Hashes, depths: Iterable[int]) -> None:
-        """States at these depths of a sequence found no room."""
+        """Note that states at these depths of a sequence found no room."""
         for depth in depths:
             position = int(hashes[depth - 1])
             if self._why.get(position, Loss.NO_ROOM) is not None:
                 self._note(position, depth, Loss.NO_ROOM)
 
     def lost(self, node: Node, from_tier: Tier, below: Tier | None) -> None:
-        """No tier has the state of `node` any more; `from_tier` had it last, with `below` next."""
+        """Note that no tier has the state of `node`; `from_tier` had it last, with `below` next."""
         position = self._of_node.pop(node, None)
         if position is not None:
             in_lowest = Loss.HOST if from_tier is Tier.HOST else Loss.DISK

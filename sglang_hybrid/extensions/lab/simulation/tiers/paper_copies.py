@@ -1,4 +1,4 @@
-"""When a replay by the paper's rules copies to slower tiers: as something is evicted."""
+"""Copies to slower tiers in a replay by the paper's rules: made as something is evicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a replayed server copies to its host, writes to its disk and reads from there: as
+"""Copies to the host, writes to the disk and reads from there in a replayed server: as
 `HybridRadixCache` does it with HiCache, by the same judgement of `core.tiers.writes`.
 """
 
@@ -44,7 +44,7 @@ class ServedCopies:
             AverageReturns(lambda: (memory.counts.loads[Tier.HOST], self.demoted)).now,
         )
 
-    # What `core.tiers.writes` judges by.
+    # Attributes that `core.tiers.writes` reads.
 
     @property
     def clock(self) -> Clock:
@@ -71,7 +71,7 @@ class ServedCopies:
     # To the host, and from there to the disk.
 
     def before_eviction(self, pool: TierPool, node: Node, unit: Unit) -> None:
-        """Of what the device evicts, the host may get a copy first."""
+        """Copy an entry to the host before it is evicted, with write_back or if its KV is there."""
         if pool.tier is not Tier.DEVICE:
             return
         if copies_of(node).has_kv(Tier.HOST) or self.below.write_back:
@@ -125,8 +125,8 @@ class ServedCopies:
         return self._copy_down(node) if self.judge.accepts(node) else []
 
     def _copy_down(self, node: Node) -> list[Node]:
-        """From the first KV that the host lacks, as far as room can be made. What that continues
-        stays on the host meanwhile. Returns the nodes that were copied.
+        """Copy the path to `node` from the first KV that the host lacks, as far as there is room.
+        The node before it stays on the host meanwhile. Returns the nodes that were copied.
         """
         memory, path = self.memory, path_to(node)
         first = next((i for i, n in enumerate(path) if not copies_of(n).has_kv(Tier.HOST)), -1)

@@ -35,7 +35,7 @@ KV_VALUE_BYTES: Final = 2
 
 
 class CopyCodec(Enum):
-    """As `sglang_hybrid.storage.codecs.codecs.Codec`, by the bytes of a row of ROW numbers."""
+    """The codecs of `sglang_hybrid.storage.codecs.codecs`, by the bytes of a row of ROW numbers."""
 
     EXACT = "exact"
     BF16 = "bf16"
@@ -139,7 +139,7 @@ class TierBudgets:
         return replace(cost, copies=tuple(sizes))
 
     def inexact_in(self, cost: CostModel) -> list[tuple[bool, bool]]:
-        """By tier: whether its copies of KV, and of states, differ from what the device had."""
+        """True for each tier's copies of KV, and of states, if they differ from the device's."""
         values = KV_VALUE_BYTES, cost.state_value_bytes
         kinds = [[not codec.is_exact(value) for value in values] for codec in self.codecs]
         return [(kv, state) for kv, state in kinds]
@@ -215,7 +215,7 @@ class TierCounts:
         return sum(self.written.values()) / max(sum(self.hit_tokens.values()), 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The counts, for JSON."""
         counted: dict[str, Any] = {
             name: {tier.name.lower(): counter[tier] for tier in TIERS}
             for name, counter in self.__dict__.items()

@@ -26,10 +26,10 @@ Pinned = Sequence[tuple[Node, Tier]]
 
 
 class CopyRule(Protocol):
-    """When copies are written to slower tiers: `PaperCopies`, `ServedCopies`."""
+    """Rules by which copies are written to slower tiers: `PaperCopies`, `ServedCopies`."""
 
     def before_eviction(self, pool: TierPool, node: Node, unit: Unit) -> None:
-        """`node` is about to lose `unit` in the tier of `pool`."""
+        """Called when `node` is about to lose `unit` in the tier of `pool`."""
         ...
 
 
@@ -234,7 +234,7 @@ class TieredMemory(DeviceMemory):
         self.tree.remove(node)
 
     def _note_loss(self, node: Node, last: Tier) -> None:
-        """No tier has the state of `node` any more; `last` had it."""
+        """Note that no tier has the state of `node` any more; `last` had it."""
         if self.losses is not None:
             below = next((tier for tier in self.room if tier > last), None)
             self.losses.lost(node, last, below)

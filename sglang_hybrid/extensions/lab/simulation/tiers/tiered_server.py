@@ -1,10 +1,10 @@
 """A served cache in tiers, replayed: the pools and checkpoints of `ServerSimulator`, and below the
 device what `HybridRadixCache` keeps with HiCache.
 
-What the device is about to evict is copied to the host if it is worth it, or at once what an ended
-request left, and what the host gets is written to the disk (`served_copies.py`). A request loads
-from the host; what only the disk has comes to the host first. Transfers are done before the next
-request comes.
+An entry is copied to the host before the device evicts it, if it is worth that, or as soon as the
+request that left it has ended; copies on the host are written to the disk (`served_copies.py`). A
+request loads from the host; objects that only the disk has come to the host first. Transfers are
+done before the next request comes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TieredServerSimulator(ServerSimulator):
             cost, budget, policy, state_policy, min_branch_tokens, serving, memory=memory
         )
 
-    # What a request finds and loads.
+    # Look-ups and loads of requests.
 
     def _match(self, request: Request) -> tuple[Node, int]:
         path, _ = self._find(request)
@@ -125,7 +125,7 @@ class TieredServerSimulator(ServerSimulator):
         self.memory.unpin(self._read_by_loads)
         self._read_by_loads = []
 
-    # What a request stores, and what is copied then.
+    # Storing and copying at the end of requests.
 
     def _take_kv(self, running: Running, deepest: Node, new: int) -> None:
         for node in path_to(deepest):

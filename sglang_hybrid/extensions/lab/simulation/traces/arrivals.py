@@ -1,4 +1,4 @@
-"""When requests arrive and how long they are, drawn from distributions or from Azure's traces."""
+"""Arrivals and lengths of requests, drawn from distributions or from Azure's traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_hybrid.extensions.lab.simulation.traces.lines import Skipped, TraceE
 Floats = npt.NDArray[np.float64]
 WORDS_PER_SECOND = 1.5  # a person who types 90 words a minute
 MOST_TURNS: Final = 100_000
-"""Of a session."""
+"""Turns of a session, at most."""
 
 
 @dataclass(frozen=True)

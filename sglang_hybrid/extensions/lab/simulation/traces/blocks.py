@@ -176,7 +176,7 @@ class BlockReader:
 
 
 def _expanded_bytes(request: BlockRequest) -> int:
-    """Of its tokens while its conversation is read."""
+    """The bytes of the request's tokens while its conversation is read."""
     return TOKEN_BYTES * (request.length + request.out)
 
 

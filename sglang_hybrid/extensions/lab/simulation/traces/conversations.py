@@ -43,7 +43,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MOST_MESSAGES: Final = 1_000
-"""Of one conversation: each answer's prompt has all messages before it."""
+"""Messages of one conversation, at most: each answer's prompt has all messages before it."""
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
 
@@ -228,7 +228,7 @@ class ConversationReader:
 
 
 def _entries(path: Path, skipped: Skipped) -> Iterator[tuple[str, bytes]]:
-    """Where an entry stands, and its text: items of an array, or lines."""
+    """The place of each entry in the file, and its text: items of an array, or lines."""
     lines = numbered_lines(path, skipped)
     first = list(islice(lines, 1))
     lines = chain(first, lines)

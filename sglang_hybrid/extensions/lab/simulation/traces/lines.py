@@ -30,7 +30,7 @@ MOST_OF_TRACE: Final = 4 << 30
 """Bytes of all requests of a trace."""
 
 BYTES_OF_REQUEST: Final = 512
-"""Of a request beside its tokens."""
+"""Bytes of a request beside its tokens."""
 
 
 class TraceError(FileError):

@@ -1,7 +1,7 @@
 """Completes what a trace of whole blocks does not tell: a prompt's last tokens, and the answer.
 
-Mooncake names the blocks of 512 tokens that a prompt is made of. What a request added to a
-conversation beyond its last full block is seen only in the prompt that goes on from it.
+Mooncake names the blocks of 512 tokens that a prompt is made of. The tokens of a request beyond its
+last full block are seen only in the prompt that continues it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def stitched(requests: Sequence[Request], block: int = 512) -> list[Request]:
 
 
 def _digests(request: Request, block: int) -> Iterator[bytes]:
-    """Of each prefix of full blocks of the prompt."""
+    """The digest of each prefix of full blocks of the prompt."""
     running = blake2b(digest_size=16)
     for end in range(block, request.input_len + 1, block):
         running.update(request.tokens[end - block : end].tobytes())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.extensions.lab.simulation.traces.generators import Traffic
 
 SECONDS_PER_TOKEN: Final = 0.02
-"""Of an answer."""
+"""Time of a token of an answer."""
 
 CALL_TOKENS: Final = 8
 """Tokens of a tool's name in an answer, and of what ends an answer."""
@@ -62,14 +62,14 @@ ROLES: Final[dict[str, dict[str, float]]] = {
 """The tools that each role calls, and how often."""
 
 PARALLEL: Final = (0.65, 0.2, 0.1, 0.05)
-"""How many calls an answer makes at once: one, two, three or four."""
+"""The likelihood that an answer makes one, two, three or four calls at once."""
 
 MOST_CODERS: Final = 3
 MOST_ROUNDS: Final = 3
-"""Of one workflow: what a person asks next of the same planner."""
+"""Rounds of one workflow: a person asks the same planner once more."""
 MOST_REPAIRS: Final = 3
 AGAIN: Final = 0.4
-"""How likely a person asks once more, tests fail, or a reviewer wants changes."""
+"""The likelihood that a person asks once more, tests fail, or a reviewer wants changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a framework of agents knows of a request.
+    """The facts that a framework of agents knows of a request.
 
     workflow: number of the task that it serves. agent: its role. calls: of the tools that its
     answer calls, all at once; none where the answer goes to another agent or to a person. last: no

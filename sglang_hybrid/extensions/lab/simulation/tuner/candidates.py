@@ -31,7 +31,7 @@ CANDIDATES = (
     *MARCONI_ALONE[1:],
     Spec("reuse", (("answers", 0.0),)),
 )
-"""Beside the paper's, the reuse index, with and without what answers and hints tell. Of equals the
+"""The paper's, and the reuse index, with and without what answers and hints tell. Of equals the
 first one is chosen.
 """
 

@@ -31,7 +31,7 @@ class Regrets(Generic[Candidate]):
 
     @property
     def shares(self) -> dict[Candidate, float]:
-        """By candidate, the share of the best candidate's hit tokens that it missed."""
+        """The share of the best candidate's hit tokens that each candidate missed."""
         best = max(1.0, self._tokens.max(initial=0))
         return dict(zip(self._candidates, ((best - self._tokens) / best).tolist(), strict=True))
 
@@ -72,7 +72,7 @@ class Advantages:
     """The advantage of a policy in the server over a replay of the same requests.
 
     A replay begins with an empty cache and knows nothing, so that a policy that learns looks worse
-    in it than it is. What was seen while a policy was in force says by how much. A policy that
+    in it than it is. The hits while a policy was in force show by how much. A policy that
     found less than in its replay gets no handicap: requests that overlap cost every policy hits.
     """
 

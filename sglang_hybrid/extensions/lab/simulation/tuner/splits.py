@@ -16,7 +16,7 @@ from sglang_hybrid.extensions.lab.simulation.tuner.tuner import Rules
 from sglang_hybrid.extensions.lab.simulation.workers import Limits, run_jobs
 
 SHARES: Final = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.85)
-"""Of the memory, for states."""
+"""Shares of the memory for states."""
 
 SMALLEST: Final = 0.05
 """The smallest share, where states without a slot may lie in the place of KV."""

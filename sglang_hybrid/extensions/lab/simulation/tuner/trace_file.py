@@ -32,10 +32,10 @@ LONGEST_QUEUE = 1_024
 """Records that may wait for a slow disk; further ones are left out of the file."""
 
 RETRY_SECONDS = 5.0
-"""Between two attempts to write while the disk is full."""
+"""Time between two attempts to write while the disk is full."""
 
 LAST_BYTES = 1 << 20
-"""Of a file, in which its latest arrivals are looked for; more where a line is longer."""
+"""Bytes at a file's end in which its latest arrivals are looked for; more if a line is longer."""
 
 
 class RecordingError(ValueError):
@@ -76,7 +76,7 @@ class TraceFile:
         self._thread.join()
 
     def info(self) -> dict[str, Any]:
-        """For /server_info: requests written and left out, and what is wrong now, if anything."""
+        """Counts for /server_info: requests written and left out, and the present error, if any."""
         return {
             "file": str(self.path),
             "written": self.written,

@@ -38,14 +38,14 @@ from sglang_hybrid.extensions.lab.simulation.workers import Limits
 logger = logging.getLogger(__name__)
 
 MOST_DOUBLINGS = 10
-"""Of the time between two searches that fail."""
+"""Doublings of the time between two searches that fail, at most."""
 
 Search = Callable[[RequestWindow, Sequence[Spec], Limits], TokensFound]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When and how the tuner searches.
+    """The rules of the tuner's searches.
 
     window: requests before the first search, 0 for `bootstrap` times those that ended before the
     first eviction (the paper's section 4.2), within `least` and `most`. Every search that changes
@@ -180,7 +180,7 @@ class Tuner:
             self._thread.join()
 
     def on_adoption(self, switch: PolicySwitch) -> None:
-        """`switch` is in force."""
+        """Called when `switch` is in force."""
         back = switch.spec == self._left
         self.counts.taken_back += back
         self._left = None if back else self.current
@@ -200,7 +200,7 @@ class Tuner:
         return self._seen_hits / self._seen_tokens if self._seen_tokens else 0.0
 
     def info(self) -> dict[str, Any]:
-        """For /server_info."""
+        """The values for /server_info."""
         return {
             "window": self._window,
             "recorded": len(self._recorder),
@@ -231,7 +231,7 @@ class Tuner:
             self._seen_tokens -= tokens
 
     def _reason(self) -> str:
-        """Why a search is due now; empty if none is."""
+        """The reason why a search is due now; empty if none is."""
         if not self._window or self.searching or self._offer is not None:
             return ""
         if self._ended < self._rests_until:
@@ -279,7 +279,7 @@ class Tuner:
         self._thread.start()
 
     def _run(self, records: list[Finished], counted: int, tiers: ServedTiers | None) -> None:
-        """In the search's own thread. Whatever goes wrong there, the server goes on."""
+        """Search, in a thread of its own. Whatever goes wrong there, the server goes on."""
         try:
             window = make_window(
                 records,
@@ -359,7 +359,7 @@ class Tuner:
             )
 
     def _watch(self, hits: Mapping[Spec, int]) -> None:
-        """After a switch: offer the policy that was left, if it would have hit as many tokens as
+        """Offer the policy that the last switch replaced, if it would have hit as many tokens as
         the one in force.
         """
         left = self._left

@@ -19,7 +19,7 @@ from tests.extensions.lab.simulation.tuner.traffic import COST, POOLS, conversat
 REUSE = Spec("reuse")
 ANY = Split(0, 0)
 FEW_TOKENS, FEW_SLOTS = Split(800, 9), Split(5_000, 2)
-"""Of about the same memory."""
+"""Splits of about the same memory."""
 
 
 def test_splits_take_the_same_memory() -> None:

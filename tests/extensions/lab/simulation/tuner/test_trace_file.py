@@ -86,7 +86,7 @@ def test_a_torn_line_is_removed_when_a_recording_goes_on(
     caplog: pytest.LogCaptureFixture,
     last_bytes: int,
 ) -> None:
-    """Also where lines are longer than what is read of a file at first."""
+    """Lines may be longer than the part of a file that is read at first."""
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(trace_file, "LAST_BYTES", last_bytes)
     path, some = tmp_path / "trace.jsonl", records(templates(4))

@@ -46,7 +46,7 @@ everywhere = pytest.mark.parametrize(
         for name, setting in SETTINGS.items()
     ],
 )
-"""Of the quick tests only what a server does."""
+"""Runs a test in each setting; the quick tests have only those of a server."""
 
 
 def played(setting: Setting, delay: int) -> SimulatedTunedCache:

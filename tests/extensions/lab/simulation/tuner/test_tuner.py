@@ -24,7 +24,7 @@ RULES = Rules(window=40)
 
 
 def even(tokens: int, requests: int = 10) -> IntArray:
-    """As many tokens in each of so many requests."""
+    """The tokens of each request, if `tokens` are divided evenly among so many."""
     return np.full(requests, tokens // requests)
 
 
