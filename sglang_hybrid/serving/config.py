@@ -96,8 +96,8 @@ class HybridConfig:
     )
     hybrid_pin_share: float = flag(
         DEFAULT_SHARE,
-        "share of the device's memory that what one tenant pins may take: of KV and of states; all "
-        f"tenants together pin {MOST_OF_ALL:g} of it at most, and with 0 nothing is pinned",
+        "share of the device's memory that what one payer pins may take: of KV and of states; all "
+        f"payers together pin {MOST_OF_ALL:g} of it at most, and with 0 nothing is pinned",
         metavar="SHARE",
         read=share,
     )
