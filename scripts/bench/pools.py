@@ -219,7 +219,7 @@ def pools(
     the best of a few splits; with two pools that lend each other nothing, at the split that they
     have by default (apart); and in one memory. Nothing of the second half took part in the choice.
     Under `reuse`, request after request, in percent of the prompt tokens; the longest request has
-    to fit into the KV. `closed`: of the mean distance from `apart` to one memory. What loses is
+    to fit into the KV. `closes`: of the mean distance from `apart` to one memory. What loses is
     counted against `apart`.
     """
     runner, rows = read_and_generate(traces, max(seeds) + 1)

@@ -14,7 +14,7 @@ class Serving:
     """Settings of the scheduler: prompt tokens per forward (--chunked-prefill-size), and the tokens
     between the boundaries at which SGLang would keep a state (its Mamba cache chunk). one_memory:
     KV and states share all bytes; otherwise each has a pool. pin_share: of the memory, for what one
-    tenant pins.
+    payer pins.
     """
 
     chunk: int = 8_192

@@ -91,13 +91,13 @@ class HybridConfig:
         "defaults) would take together, and what is worth least makes room for either (one); each "
         "has its pool, and lends the other nothing (split); auto is one on the CPU platform for a "
         "hybrid model with planned checkpoints, where SGLang's unified pool can be, and on a GPU "
-        "that scripts/gpu_check.sh found fit for it; elsewhere each has its pool, and states for "
-        "which there is no slot lie in the place of KV where they can",
+        "that scripts/gpu_check.sh found fit for it; elsewhere each has its pool, and they lend "
+        "each other room where they can",
     )
     hybrid_pin_share: float = flag(
         DEFAULT_SHARE,
-        "share of the device's memory that what one tenant pins may take: of KV and of states; all "
-        f"tenants together pin {MOST_OF_ALL:g} of it at most, and with 0 nothing is pinned",
+        "share of the device's memory that what one payer pins may take: of KV and of states; all "
+        f"payers together pin {MOST_OF_ALL:g} of it at most, and with 0 nothing is pinned",
         metavar="SHARE",
         read=share,
     )

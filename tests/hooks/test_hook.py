@@ -260,3 +260,14 @@ def test_every_function_and_its_file_has_a_hash() -> None:
     files = known[len(functions) :]
     modules = {target.partition(":")[0].replace(".", "/") for target in functions}
     assert files == sorted(files) and {path.removesuffix(".py") for path in files} >= modules
+
+
+def test_the_page_has_every_hook() -> None:
+    page = (Path(__file__).parents[2] / "patches" / "README.md").read_text()
+    of_table = {(hook.ours.__module__.rpartition(".")[2], hook.ours.__name__) for hook in HOOKS}
+    missing = {
+        f"{module}.{name}"
+        for module, name in of_table
+        if f"`{module}.{name}`" not in page and f"`{name}`" not in page
+    }
+    assert missing == set()

@@ -106,8 +106,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--pools",
         type=read_by(_pools),
-        help="pools that do not lend, as TOKENS:SLOTS,TOKENS:SLOTS; one, with --rules served and "
-        "--cache: KV and states share all bytes",
+        help="two pools, as TOKENS:SLOTS,TOKENS:SLOTS, which lend each other room with --rules "
+        "served; one, with --rules served and --cache: KV and states share all bytes",
     )
     add(
         "--tiers",

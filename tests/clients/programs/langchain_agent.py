@@ -76,4 +76,4 @@ def run(url: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main("langchain-openai", run)
+    main("langchain", run)
