@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     add = command.add_argument_group("traffic").add_argument
     add("trace", nargs="?", type=Path, help="a trace, gzip or not; the format is recognised")
     add("--format", metavar="NAME", choices=FORMATS, help=", ".join(FORMATS))
-    add("--limit", type=whole(1), help="the first N requests only")
+    add("--limit", type=whole(1), help="only the N requests that arrive first")
     add("--max-input", type=whole(1), help="leave out Mooncake's longer prompts")
     add("--stitch", action="store_true", help="fill Mooncake's answers in from later prompts")
     add("--skip-bad", action="store_true", help="count bad lines and go on")
