@@ -303,11 +303,13 @@ def test_a_report_of_one_size_looks_at_others(trace: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_report_as_served_says_what_its_budgets_hold(trace: Path, tmp_path: Path) -> None:
+    """And has a curve of what keeps entries coded."""
     arguments = [str(trace), "--cache", "400MB", "--policy", "lru,sglang", "--rules", "served"]
+    arguments += ["--device-codec", "int8"]
     assert main([*arguments, "--instant", "--report", str(tmp_path / "report")]) == 0
     text = " ".join((tmp_path / "report" / "index.html").read_text().split())
     assert "As served: every budget also holds what running requests compute" in text
-    assert "(3 with sglang, one per block with vllm+)" in text
+    assert "(3 with sglang, one per block with vllm+)" in text and "lru, int8" in text
 
 
 def test_a_report_compares_where_policies_differ_most() -> None:
