@@ -203,6 +203,8 @@ def _sglang(
 def _clairvoyant(setting: Setting, remember: int = 1) -> Cache:
     least = setting.min_branch_tokens
     if setting.as_served:
+        if not remember:
+            raise ValueError("--rules served has no clairvoyant:remember=0")
         return ServedClairvoyant(
             setting.cost, setting.memory, _oracle(setting), least, setting.serving
         )

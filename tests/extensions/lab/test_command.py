@@ -378,6 +378,10 @@ MISTAKES = [
     ([*CHAT, "--cache", "1GB", "--chunk", "512"], "--chunk is for --rules served only"),
     ([*CHAT, "--pools", "9:9", "--rules", "served", "--grid", "0"], "--grid: '0' is not a whole"),
     ([*CHAT, "--cache", "1GB", "--policy", ","], "--policy: it is empty"),
+    (
+        [*CHAT, "--cache", "1GB", "--policy", "clairvoyant:remember=0", "--rules", "served"],
+        "--rules served has no clairvoyant:remember=0",
+    ),
     ([*CHAT, "--cache", "1GB", "--workers", "0"], "--workers: '0' is not a whole"),
     ([*CHAT, "--cache", "1GB", "--limit", "0"], "--limit: '0' is not a whole number from 1"),
     ([*CHAT, "--cache", "1GB", "--model", "nowhere"], "nowhere cannot be read"),
