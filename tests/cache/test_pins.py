@@ -151,6 +151,15 @@ def test_a_share_is_not_exceeded_and_payers_do_not_share_theirs(of: str, left: i
     }
 
 
+def test_a_pin_is_refused_once() -> None:
+    """However many chunks its request has."""
+    it = server(hybrid_pin_share=0.001)
+    it.chunk = 20
+    ask(it, PinRequest(60, 300))
+    info = it.cache.server_info()["pins"]
+    assert (info["pins"], info["refused"]) == (0, 1)
+
+
 def test_an_evicted_state_is_pinned_no_more() -> None:
     it = server()
     ask(it, PinRequest(60, 300, Priority.LOW))
