@@ -160,6 +160,14 @@ def test_a_pin_is_refused_once() -> None:
     assert (info["pins"], info["refused"]) == (0, 1)
 
 
+def test_what_gave_way_to_another_position_is_not_said_to_be_pinned() -> None:
+    it = server(states=16, hybrid_pin_share=0.07)
+    req = it.begin([*PREFIX, *run(9, 3)], 1.0, pins=[PinRequest(30, 300), PinRequest(60, 300)])
+    it.complete(req, run(3, 4))
+    report = it.cache.lookups.report(req).as_dict()
+    assert len(pinned(it)) == 1 and report["declared"]["pinned"] == pinned(it)
+
+
 def test_an_evicted_state_is_pinned_no_more() -> None:
     it = server()
     ask(it, PinRequest(60, 300, Priority.LOW))

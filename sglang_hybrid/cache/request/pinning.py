@@ -47,9 +47,10 @@ def pin_published(cache: HybridRadixCache, shadow_tree: ShadowTree, req: Req) ->
         return []
     tenant, pins, last = tenant_of(req), shadow_tree.tree.pins, req.finished()
     record = shadow_tree.record(cache.tree_core.node_by_id(req.last_node))
-    found = _holders(record, wanted, cache.page_size, exact=shadow_tree.has_states)
-    pinned = [asked.position for node, asked in found if pins.pin(node, asked, tenant, last=last)]
-    return sorted(pinned)
+    found = list(_holders(record, wanted, cache.page_size, exact=shadow_tree.has_states))
+    for node, asked in found:
+        pins.pin(node, asked, tenant, last=last)
+    return sorted(asked.position for node, asked in found if node.pin is not None)
 
 
 def _holders(
