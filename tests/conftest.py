@@ -46,7 +46,11 @@ settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:
-    """Servers are forked, and fork their processes, unless a test says `TEST_SERVERS=spawn`."""
+    """Servers are forked, and fork their processes, unless a test says `TEST_SERVERS=spawn`, or the
+    machine has a GPU: CUDA does not outlive a fork.
+    """
+    if os.path.exists("/dev/nvidiactl"):
+        os.environ["TEST_SERVERS"] = "spawn"
     ServerProcess.start = forked.start  # type: ignore[method-assign]
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(FORKING), os.environ.get("PYTHONPATH")))

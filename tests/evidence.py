@@ -9,6 +9,7 @@ where that one was ended: what passed or was skipped does not run again, and is 
 from __future__ import annotations
 
 import ast
+import os
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,16 +103,23 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.when == "call" or self.outcome != "passed"
 
 
+def whole_lines(file: Path) -> bytes:
+    """The content of `file`, if it is there, but for a last line that does not end: its run was
+    ended while it wrote.
+    """
+    content = file.read_bytes() if file.exists() else b""
+    return content[: content.rfind(b"\n") + 1]
+
+
 def read_record(file: Path) -> list[Result]:
     """The results of the tests in `file`, if it is there, that need not run again: none of their
     steps failed, and the last one has run.
     """
     steps = defaultdict(list)
-    if file.exists():
-        for one in msgspec.json.Decoder(Result).decode_lines(file.read_bytes()):
-            steps[one.node].append(one)
-            if one.when == "setup":  # of another run
-                steps[one.node][:-1] = []
+    for one in msgspec.json.Decoder(Result).decode_lines(whole_lines(file)):
+        steps[one.node].append(one)
+        if one.when == "setup":  # of another run
+            steps[one.node][:-1] = []
     whole = (
         each
         for each in steps.values()
@@ -138,6 +146,8 @@ class Evidence:
         self._record = record if writes else None
         self._commit = commit()
         before = [] if record is None else read_record(record)
+        if self._record is not None and self._record.exists():
+            os.truncate(self._record, len(whole_lines(self._record)))
         self.done = {result.node for result in before}
         for result in before:
             self._count(result)

@@ -7,7 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.evidence import LIST, LeftOut, property_of, read_left_out, stale
+import msgspec
+import pytest
+
+from tests.evidence import (
+    LIST,
+    Evidence,
+    LeftOut,
+    Result,
+    property_of,
+    read_left_out,
+    read_record,
+    stale,
+)
 
 ROOT = Path(__file__).parents[1]
 ROWS = [LeftOut("test_a.py", "They take long.", but=("lru",)), LeftOut("test_b.py", "Longer.")]
@@ -51,6 +63,26 @@ def test_a_property_is_the_first_sentence(tmp_path: Path) -> None:
     file = tmp_path / "test_a.py"
     file.write_text(TESTS["test_a.py"])
     assert property_of(file) == "A thing / holds: always"
+
+
+def test_a_run_goes_on_where_one_was_ended_while_it_wrote(tmp_path: Path) -> None:
+    file = tmp_path / "record.jsonl"
+    steps = [
+        Result(node, when, "passed", 1.0)
+        for node in ("test_a.py::test_a", "test_b.py::test_b")
+        for when in ("setup", "call", "teardown")
+    ]
+    lines = [msgspec.json.encode(step) + b"\n" for step in steps]
+    whole, torn = b"".join(lines[:5]), lines[5][:20]
+    file.write_bytes(whole + torn)
+    assert read_record(file) == steps[:3]
+    assert Evidence(file, writes=False).done == {steps[0].node}
+    assert file.read_bytes() == whole + torn, "another process may be writing it"
+    assert Evidence(file, writes=True).done == {steps[0].node}
+    assert file.read_bytes() == whole
+    file.write_bytes(whole + torn + lines[0])
+    with pytest.raises(msgspec.DecodeError):
+        read_record(file)
 
 
 def test_the_table(tmp_path: Path) -> None:

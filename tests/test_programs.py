@@ -40,7 +40,14 @@ FILE, TRACE, FOLDER = "FILE", "TRACE", "FOLDER"
 READ: dict[str, tuple[Main, Sequence[str]]] = {
     "trace": (replay, (FILE, *CACHE)),
     "skip bad": (replay, (FILE, *CACHE, "--skip-bad")),
-    **{name: (replay, (FILE, *CACHE, "--format", name, "--tokenizer", FOLDER)) for name in FORMATS},
+    **{
+        name: (
+            replay,
+            (FILE, *CACHE, "--format", name)
+            + (("--tokenizer", FOLDER) if "tokenizer" in known.options else ()),
+        )
+        for name, known in FORMATS.items()
+    },
     "model": (replay, (TRACE, *CACHE, "--model", FILE)),
     "prefill": (replay, (TRACE, *CACHE, "--prefill", FILE)),
     "azure of chat": (replay, (*CHAT, *CACHE, "--azure", FILE)),

@@ -20,6 +20,7 @@ from sglang_hybrid.cache.tiers.served_tiers import disk_of
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.serving.device_streams import host_is_device, order_behind
 from sglang_hybrid.storage import weights
+from sglang_hybrid.storage.codecs.in_use import chosen
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -76,6 +77,11 @@ class HostTierCache(HybridRadixCache):
 
             share_host_room(self, self.cost)
         super().init_hicache(*args, **kwargs)
+        if chosen() is not None:  # copies are smaller
+            pools, stats = self.host_pool_group.entry_map, self.tier_stats
+            stats.token_bytes = int(pools[PoolName.KV].host_pool.size_per_token)
+            if PoolName.MAMBA in pools:
+                stats.state_bytes = int(pools[PoolName.MAMBA].host_pool.size_per_token)
         weights.watch_transfers(self)
 
     @property
@@ -317,10 +323,12 @@ class HostTierCache(HybridRadixCache):
             tier.name.lower(): {
                 "kv_tokens": placement.kv_tokens[tier],
                 "states": placement.states[tier] if self.is_mamba_enabled else 0,
-                "bytes": placement.used(tier, self.cost),
             }
             for tier in (Tier.DEVICE, Tier.HOST)
         }
+        host, stats = held["host"], self.tier_stats
+        host["bytes"] = stats.bytes_of(host["kv_tokens"], host["states"])
+        held["device"]["bytes"] = placement.used(Tier.DEVICE, self.cost)
         store = disk_of(self)
         disk = {} if store is None else {"disk": store.info()}
         if store is not None and self.learning is not None:

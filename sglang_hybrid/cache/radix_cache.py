@@ -142,6 +142,8 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         self.endings = Endings(self, parts)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
         self.report = CacheReport(self, parts, metrics=one_of_its_kind)
+        if one_of_its_kind:  # gauges change without requests, too: pins end, memory becomes free
+            self.step_clock.join(lambda _: False, lambda _: self.report.update_metrics())
         self.page: PageView | None = None
         if self.options.hybrid_ui is not Ui.OFF:
             recent = (lambda: None) if self.tuning is None else self.tuning.recent

@@ -32,6 +32,12 @@ from sglang_hybrid.explain.render import render
 from sglang_hybrid.serving.answers import read_answer
 from sglang_hybrid.serving.requests.secrets import read_key
 
+OF_THE_PROMPT = (
+    *("messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs"),
+    *("continue_final_message", "response_format", "task", "thinking"),
+)
+"""Fields of a chat completion that its prompt is made of."""
+
 TIMEOUT = 60.0  # seconds; a busy server answers between two steps
 LONGEST = 500
 """Characters of a server's sentence that are printed."""
@@ -59,6 +65,8 @@ def explain(options: argparse.Namespace) -> MissReport:
     chat = {} if options.messages is None else _chat(options.messages)
     flags = {name: getattr(options, name) for name in ("extra_key", "cache_salt", "lora_path")}
     body = {name: chat.get(name) if flag is None else flag for name, flag in flags.items()}
+    if options.lora_path is None and "model" in chat:
+        body["model"] = chat["model"]
     if options.request_id is not None:
         body["request_id"] = options.request_id
     else:
@@ -84,8 +92,7 @@ def _tokens(server: Connection, options: argparse.Namespace, chat: dict[str, Any
     if options.input_ids is not None:
         return _numbers(options.input_ids)
     if chat:
-        keep = ("messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
-        body = {name: chat[name] for name in keep if name in chat}
+        body = {name: chat[name] for name in OF_THE_PROMPT if name in chat}
     elif options.prompt_file is not None:
         body = {"prompt": read_text(options.prompt_file)}
     else:
@@ -161,7 +168,8 @@ def _parser() -> argparse.ArgumentParser:
         "--messages",
         type=Path,
         help="JSON: messages, or the body of a chat completion, whose extra_key, cache_salt and "
-        "lora_path count where no flag gives them; the server's template is applied",
+        "lora_path (or the adapter in its model's name) count where no flag gives them; the "
+        "server's template is applied",
     )
     what.add_argument("--input-ids", help="token ids, 1,2,3 or @FILE")
     what.add_argument("--request-id", help="one of the recent requests")

@@ -141,18 +141,26 @@ class DecisionLog:
     # Look-ups of requests
 
     def on_lookup(
-        self, req: Req, report: RequestReport, usable: int, kv: int, node: UnifiedTreeNode
+        self,
+        req: Req,
+        report: RequestReport,
+        usable: int,
+        kv: int,
+        node: UnifiedTreeNode,
+        *,
+        again: bool,
     ) -> None:
-        """A look-up of `req`, not always its first, ended at `node`, from which `req` would resume.
-        The node's counts do not contain this use yet. usable: tokens of the prompt that `req` may
-        hit. kv: those whose KV is stored.
+        """A look-up of `req` ended at `node`, from which `req` would resume. The node's counts do
+        not contain this use yet. usable: tokens of the prompt that `req` may hit. kv: those whose
+        KV is stored. again: `req` was looked up before; what is known by its id is otherwise of an
+        earlier request.
         """
         whose = tenant_of(req)
         if not self._someone_came:
             self._someone_came, self._first = True, whose
         self.one_tenant = self.one_tenant and whose == self._first
         name = shown_id(req.rid)
-        known = self.recent.get(whose, name)
+        known = self.recent.get(whose, name) if again else None
         used = self.checkpoint_of(node, report.hit_tokens)
         if known is not None and known.used is not None and used is not None:
             same = known.used.position == used.position
@@ -206,9 +214,10 @@ class DecisionLog:
     ) -> ChangingText | None:
         """The short text because of which a prompt of this tenant was not hit behind `hit`, though
         most of what follows was sent before; None if that has another reason. start: tokens of the
-        prompt that were sent before as they are.
+        prompt that were sent before as they are. Prompts whose prefill has not begun left nothing
+        that it could have hit.
         """
-        earlier = (seen.tokens for seen in self.recent.newest(whose))
+        earlier = (seen.tokens for seen in self.recent.newest(whose) if seen.report.started)
         missed = len(prompt) - 1 - hit
         found = find_changing_text(prompt, start, missed, earlier)
         if found is None:

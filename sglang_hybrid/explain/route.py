@@ -55,7 +55,8 @@ BYTES_BESIDE_TOKENS = 64 << 10
 
 class Question(msgspec.Struct):
     """A prompt as token ids, or the id of a recent request; with the extra key, salt and adapter
-    (its name) that it is sent with, since nothing is told of other tenants.
+    (its name, or a model's with it, as chats name them) that it is sent with, since nothing is told
+    of other tenants.
     """
 
     input_ids: list[int] | None = None
@@ -63,6 +64,7 @@ class Question(msgspec.Struct):
     extra_key: str | None = None
     cache_salt: str | None = None
     lora_path: str | None = None
+    model: str | None = None
 
 
 QUESTION = BodyKind("question", '{"input_ids": [1, 2, 3]} or {"request_id": "..."}')
@@ -99,11 +101,13 @@ async def explain(request: Request) -> JSONResponse:
         question = await _read(request, manager)
     except ValueError as error:
         return _refuse(HTTPStatus.BAD_REQUEST, str(error))
-    adapter = None
-    if question.lora_path is not None:
-        loaded = manager.lora_registry.get_all_adapters().get(question.lora_path)
+    adapter, named = None, question.lora_path
+    if question.model is not None:
+        named = request.app.state.openai_serving_chat._resolve_lora_path(question.model, named)
+    if named is not None:
+        loaded = manager.lora_registry.get_all_adapters().get(named)
         if loaded is None:
-            return _refuse(HTTPStatus.NOT_FOUND, f"no adapter {question.lora_path!r} is loaded.")
+            return _refuse(HTTPStatus.NOT_FOUND, f"no adapter {named!r} is loaded.")
         adapter = loaded.lora_id
     asked = ExplainReq(
         input_ids=question.input_ids,

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.named_files import MOST_BYTES, FileError, read_bytes, read_json, read_text
 from sglang_hybrid.core.options import whole
-from sglang_hybrid.core.programs import Parser, program
+from sglang_hybrid.core.programs import Parser, UsageError, program
 from sglang_hybrid.core.sentences import say, shown
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.extensions.lab.simulation.traces.formats import FORMATS, read_trace
@@ -39,6 +39,9 @@ UNREADABLE: Final = 2
 @program
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
+    for name in ("format", "limit", "prefill"):
+        if options.recorded is None and getattr(options, name) is not None:
+            raise UsageError(f"--{name} is for --recorded only")
     try:
         model = _model(options.model)
     except FileError as error:

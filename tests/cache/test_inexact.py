@@ -7,12 +7,14 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hybrid.core.returns.hints import PromptHints
@@ -119,6 +121,25 @@ def test_exact_parts_do_not_hold_up_copies_of_others() -> None:
         server.poll()
     info = server.cache.tiers_info()
     assert info["held"]["host"]["kv_tokens"] == 2 * 15
+
+
+def test_bytes_of_copies_are_those_that_they_take() -> None:
+    """Where they are written, held and loaded."""
+    in_use.use(CodecPlan.uniform(Codec.INT8))
+    flags = options("reuse", hybrid_offload_watermark=1.0)
+    server = PollingServer.on(replace(SIZES, row=16), flags, policy="write_through")
+    set_speeds(server.cache, SLOW)
+    for _ in range(2):
+        server.serve(range(5, 65), [7])
+        server.poll()
+    host = server.cache.host_pool_group
+    kv, state = (host.get_pool(name).size_per_token for name in (PoolName.KV, PoolName.MAMBA))
+    info = server.cache.tiers_info()
+    held = info["held"]
+    copies = {name: held["host"][name] for name in ("kv_tokens", "states")}
+    assert copies == {name: held["device"][name] for name in copies} and copies["states"]
+    assert held["host"]["bytes"] == copies["kv_tokens"] * kv + copies["states"] * state
+    assert info["written_bytes"] == held["host"]["bytes"] < held["device"]["bytes"]
 
 
 def test_a_request_says_so_itself() -> None:

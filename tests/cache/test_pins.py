@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hybrid.cache.queue.clock import ClockTick
+from sglang_hybrid.cache.report import CacheReport
 from sglang_hybrid.core.records.pin import PinRequest, Priority
-from tests.cache.driver import Server
+from sglang_hybrid.serving.telemetry import metrics
+from tests.cache.backends import options
+from tests.cache.driver import Server, Sizes, build_cache
 from tests.cache.test_rules import evict_states, run, states
 from tests.explain.test_explain import explain, said, server
 
@@ -77,6 +81,36 @@ def test_a_pin_ends_when_its_time_is_over() -> None:
     assert it.probe([*PREFIX, *run(9, 5)]) == 0
 
 
+class Gauges:
+    """What Prometheus was told last of pins and of free bytes."""
+
+    def __init__(self, report: CacheReport, labels: dict[str, str]) -> None:
+        self._report = report
+        self.update()
+
+    def update(self) -> None:
+        pins, account = self._report.pins, self._report.account
+        assert pins is not None and account is not None
+        self.pins, self.free = len(pins), account.free
+
+
+def test_metrics_are_right_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin ends, and memory becomes free, without a request."""
+    monkeypatch.setattr(metrics, "cache_metrics", Gauges)
+    monkeypatch.setattr(metrics, "rank_labels", dict)
+    monkeypatch.setattr(UnifiedRadixCache, "init_metrics_collector", lambda _: None)  # SGLang's own
+    where = Sizes(one_memory=True)
+    it = Server(build_cache(where, options("reuse"), rank=0, enable_metrics=True), where)
+    told: Any = it.cache.report._metrics
+    ask(it, PinRequest(60, 300))
+    assert told.pins == 1
+    it.cache.step_clock.tick(ClockTick(301.0))
+    assert told.pins == 0
+    it.flush()
+    it.cache.step_clock.tick(ClockTick(306.0))
+    assert told.free == it.cache.account.budget
+
+
 def test_a_position_that_is_there_already_is_pinned_too() -> None:
     it = server()
     it.serve([*PREFIX, *run(9, 3)], run(3, 4), 1.0)
@@ -115,6 +149,23 @@ def test_a_share_is_not_exceeded_and_payers_do_not_share_theirs(of: str, left: i
         *("pins", "bytes", "share_of_a_tenant", "bytes_of_a_tenant"),
         *("pinned", "refused", "gave_way", "expired", "evicted"),
     }
+
+
+def test_a_pin_is_refused_once() -> None:
+    """However many chunks its request has."""
+    it = server(hybrid_pin_share=0.001)
+    it.chunk = 20
+    ask(it, PinRequest(60, 300))
+    info = it.cache.server_info()["pins"]
+    assert (info["pins"], info["refused"]) == (0, 1)
+
+
+def test_what_gave_way_to_another_position_is_not_said_to_be_pinned() -> None:
+    it = server(states=16, hybrid_pin_share=0.07)
+    req = it.begin([*PREFIX, *run(9, 3)], 1.0, pins=[PinRequest(30, 300), PinRequest(60, 300)])
+    it.complete(req, run(3, 4))
+    report = it.cache.lookups.report(req).as_dict()
+    assert len(pinned(it)) == 1 and report["declared"]["pinned"] == pinned(it)
 
 
 def test_an_evicted_state_is_pinned_no_more() -> None:

@@ -115,7 +115,9 @@ def test_a_body_says_whose_it_is_unless_a_flag_does(
     ask: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "chat.json"
-    file.write_text('{"messages": [], "cache_salt": "a", "extra_key": "b", "user": "c"}')
+    chat = {"messages": [], "cache_salt": "a", "extra_key": "b", "user": "c", "model": "m:d"}
+    prompt = {"messages": [], "continue_final_message": True}
+    file.write_text(json.dumps(chat | prompt))
     sent: list[Any] = []
 
     def post(self: Connection, path: str, body: dict[str, Any]) -> Any:
@@ -126,8 +128,8 @@ def test_a_body_says_whose_it_is_unless_a_flag_does(
     for given in ("mine", ""):
         asked = ["--messages", str(file), "--extra-key", given]
         ask(lambda path: (500, b""), *asked).check()
-        whose = {"extra_key": given, "cache_salt": "a", "lora_path": None}
-        assert sent == [{"messages": []}, {**whose, "input_ids": [1, 2]}]
+        whose = {"extra_key": given, "cache_salt": "a", "lora_path": None, "model": "m:d"}
+        assert sent == [prompt, {**whose, "input_ids": [1, 2]}]
         sent.clear()
 
 

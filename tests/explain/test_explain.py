@@ -411,6 +411,17 @@ def test_a_text_that_changes_at_the_top_is_named_with_its_place() -> None:
     assert it.cache.explainer.answer(ExplainReq(request_id="3")).before == run(12, 8)
 
 
+def test_the_first_prompt_of_a_batch_has_none_before_it() -> None:
+    it = server(states=0)
+    batch = [it.arrive(stamped(stamp)) for stamp in (0, 1, 2)]
+    assert all(it.admit(req) for req in batch)
+    for req in batch:
+        it.prefill(req)
+    seen = it.cache.decision_log.recent.of(None)
+    missed = [each.report.missed.value for each in seen]
+    assert missed == ["not_stored", "changing_text", "changing_text"]
+
+
 def test_the_text_of_another_tenant_is_compared_with_nobodys() -> None:
     it = server()
     it.serve(stamped(0), [7], extra_key="one")
@@ -424,6 +435,19 @@ def test_what_was_evicted_is_no_text_that_changes() -> None:
     it.serve(stamped(1), [7])
     it.cache.evict(EvictParams(num_tokens=10_000))
     assert unstored(explain(it, stamped(0))).why is UnstoredReason.EVICTED
+
+
+def test_an_id_that_is_used_again_is_the_newest_request() -> None:
+    """Nothing of the first one is told of the second."""
+    it = server()
+    it.serve(run(60), run(5, 1))
+    for _ in range(3):
+        req = it.begin([*run(60), *run(5, 1), *run(9, 3)], rid="same")
+        it.complete(req, [7])
+    used = of_request(it, "same").checkpoint
+    assert used is not None and used.hits == 1, "the second one's"
+    it.complete(it.begin(run(9, 5), rid="same"), [7])
+    assert it.cache.decision_log.known_len(it.arrive(run(9, 6), rid="same")) == 0
 
 
 def test_a_request_is_explained_as_of_when_it_came() -> None:

@@ -2,9 +2,8 @@
 
 A folder for PYTHONPATH: Python imports this module at the start of each process. SGLang spawns:
 each of its processes is a new Python that imports torch, transformers and SGLang again, 13 seconds
-of a core for each of three. A forked process has the imports and the hooks of the launcher. CUDA
-does not outlive a fork, so a machine with a GPU spawns. How the launcher itself is forked:
-tests/server/forked.py.
+of a core for each of three. A forked process has the imports and the hooks of the launcher. How the
+launcher itself is forked: tests/server/forked.py. Where they are spawned: tests/conftest.py.
 """
 
 import multiprocessing
@@ -15,8 +14,7 @@ start = multiprocessing.set_start_method
 
 def start_method(method: str, force: bool = False) -> None:
     """`fork` where SGLang asks for `spawn` (entrypoints/engine.py, `_set_envs_and_config`)."""
-    wanted = os.environ.get("TEST_SERVERS") != "spawn" and not os.path.exists("/dev/nvidiactl")
-    forks = method == "spawn" and wanted
+    forks = method == "spawn" and os.environ.get("TEST_SERVERS") != "spawn"
     start("fork" if forks else method, force)
 
 

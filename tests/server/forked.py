@@ -142,7 +142,7 @@ def start(server: ServerProcess) -> None:
     """
     python, _, module, *arguments = server._command
     environment = server._environment
-    spawns = environment.get("TEST_SERVERS") == "spawn" or os.path.exists("/dev/nvidiactl")
+    spawns = environment.get("TEST_SERVERS") == "spawn"
     with_us = module.startswith(("sglang_hybrid.", "tests."))
     forks = not spawns and python == sys.executable and with_us and PAGE not in arguments
     if not forks:

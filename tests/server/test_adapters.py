@@ -99,6 +99,12 @@ def test_each_adapter_answers_as_merged_weights_and_hits_its_own_prefixes(
             assert logprobs(answer) == pytest.approx(scores[name], abs=TOLERANCE), name
             hits.append(cached(answer))
     assert hits == [0, 0, 0, *[len(prompt) - 1] * 3]
+    prompt = random_prompt(100, seed=9)
+    ask(url, prompt, 4, lora_path="first")
+    for model, hit in (("x:first", len(prompt) - 1), ("x:second", 0), ("x", 0)):
+        question = {"input_ids": prompt, "model": model}  # as chats name an adapter
+        told = requests.post(url + "/hybrid_cache/explain", json=question, timeout=60).json()
+        assert told["hit"] == hit, model
 
 
 def test_routers_know_adapters_of_all_servers_that_have_them_from_the_same_path(

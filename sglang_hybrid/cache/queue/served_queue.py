@@ -92,6 +92,7 @@ class ServedQueue:
     def on_start(self, req: Req) -> None:
         """Called when `req` has joined a batch."""
         waiting = self._waiting.on_start(req)
+        self.stats.front = len(self._waiting.front)
         if self.loads is not None:
             self.loads.on_start(req, self.clock.now - self._arrived(req))
         if waiting is not None and not req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
@@ -105,6 +106,7 @@ class ServedQueue:
         req = next((req for req in known if req.cache_request_handle == handle), None)
         if req is not None:
             self._waiting.on_abort(req)
+            self.stats.front = len(self._waiting.front)
             if self.loads is not None:
                 self.loads.ahead.cancel(req)
             self.stats.aborted += 1

@@ -109,7 +109,8 @@ class LookUps:
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.on_arrival(self._cache.step_clock.arrival(req))
         usable, kv = self._usable(params.key), result.full_kv_hit_length
-        self._decision_log.on_lookup(req, report, usable, kv, node)
+        again = known is not None
+        self._decision_log.on_lookup(req, report, usable, kv, node, again=again)
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.on_hit(node)
         if report.composed == 0:  # it will not enter the tree, which is where others are reported

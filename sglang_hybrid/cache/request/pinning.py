@@ -45,11 +45,12 @@ def pin_published(cache: HybridRadixCache, shadow_tree: ShadowTree, req: Req) ->
     wanted = fields_of(req).hints.pins
     if not wanted or req.last_node is None:
         return []
-    tenant, pins = tenant_of(req), shadow_tree.tree.pins
+    tenant, pins, last = tenant_of(req), shadow_tree.tree.pins, req.finished()
     record = shadow_tree.record(cache.tree_core.node_by_id(req.last_node))
-    found = _holders(record, wanted, cache.page_size, exact=shadow_tree.has_states)
-    pinned = [asked.position for node, asked in found if pins.pin(node, asked, tenant)]
-    return sorted(pinned)
+    found = list(_holders(record, wanted, cache.page_size, exact=shadow_tree.has_states))
+    for node, asked in found:
+        pins.pin(node, asked, tenant, last=last)
+    return sorted(asked.position for node, asked in found if node.pin is not None)
 
 
 def _holders(

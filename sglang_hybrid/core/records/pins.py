@@ -93,9 +93,11 @@ class Pins:
         first = self._expiry.least()
         return math.inf if first is None else first.until
 
-    def pin(self, node: Node, asked: PinRequest, tenant: Hashable = None) -> bool:
+    def pin(
+        self, node: Node, asked: PinRequest, tenant: Hashable = None, *, last: bool = True
+    ) -> bool:
         """Pin `node`, which holds `asked.position`, for `tenant`; False if its payer's share
-        has no room.
+        has no room. last: it is not asked again for the same request; a refusal counts only then.
 
         A position that is pinned already gets the priority and the lifetime of this call, but is
         pinned no shorter than it was. Of two positions on one node, the deeper one is pinned, with
@@ -116,7 +118,7 @@ class Pins:
             return True
         pin = Pin(payer_of(tenant), position, asked.ttl, asked.priority, until)
         if not self._make_room(node, pin):
-            self.counts["refused"] += 1
+            self.counts["refused"] += last
             return False
         self.counts["pinned"] += 1
         node.pin = pin

@@ -100,6 +100,8 @@ class ObjectStore:
         self._retry_at = 0.0
         self._uses_saved = now()
         self._saver: threading.Thread | None = None
+        self._cleared = False
+        self._removers: list[threading.Thread] = []
         self._warned = False
         self._index = ObjectIndex()
         self._lock = threading.RLock()
@@ -163,13 +165,25 @@ class ObjectStore:
             return [self._index.find(self.folder.name(kind, key)) is not None for key in keys]
 
     def clear(self) -> None:
-        """Forget and remove all objects, and what was learnt."""
-        self.ready.wait()
+        """Forget all objects, and what was learnt. Their files are removed in the background, also
+        those that the start has not found yet: the scheduler asks, and waits for nobody.
+        """
+        with self._lock:
+            self._cleared = True
+            cleared, self._index = self._index, ObjectIndex()
         remove(self.folder.learnt)
         remove(self.folder.uses)
-        with self._lock:
-            for file in self._index.files():
-                self._forget(file)
+        remover = threading.Thread(
+            target=self._remove, args=(cleared,), name="hybrid-disk-clear", daemon=True
+        )
+        remover.start()
+        self._removers = [each for each in self._removers if each.is_alive()] + [remover]
+
+    def _remove(self, cleared: ObjectIndex) -> None:
+        for file in cleared.files():
+            with self._write_lock:
+                if file.path not in self._index:  # else it was written since
+                    remove(file.path, file.header.file_bytes)
 
     @property
     def in_use(self) -> bool:
@@ -178,12 +192,16 @@ class ObjectStore:
 
     def add_found(self, path: Path, header: Header, last_use: float) -> None:
         """Add a file that was there at the start, unless it was written and evicted since the start
-        listed it.
+        listed it. It is removed if the store was cleared since.
         """
         with self._write_lock, self._lock:
-            if path not in self._index and self.in_use and os.path.lexists(path):
-                self._index.add(path, header, last_use)
-                self.counts.found_at_start += len(header.names)
+            if path in self._index or not self.in_use or not os.path.lexists(path):
+                return
+            if self._cleared:
+                remove(path, header.file_bytes)
+                return
+            self._index.add(path, header, last_use)
+            self.counts.found_at_start += len(header.names)
 
     def warmest(self) -> list[tuple[Path, int]]:
         """All files and their bytes, in the order in which they are worth reading ahead
@@ -196,7 +214,8 @@ class ObjectStore:
     def remember(self, uses: Uses) -> None:
         """Begin with how often files were used before the start."""
         with self._lock:
-            self._index.restore(uses)
+            if not self._cleared:
+                self._index.restore(uses)
 
     def evict(self, least: int) -> bool:
         """Remove what is expected to be used least often, so many bytes or some more. Returns False
@@ -240,7 +259,8 @@ class ObjectStore:
             self._saver.join()
         self._save_uses()
         self._closed = True
-        self._starter.join()
+        for thread in (*self._removers, self._starter):
+            thread.join()
         self.folder.close()
 
     def info(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -42,10 +42,21 @@ from sglang_hybrid.extensions.lab.simulation.tiers.tier_budgets import (
     TierBudgets,
 )
 from sglang_hybrid.extensions.lab.simulation.traces.arrivals import Azure, Draw
+from sglang_hybrid.extensions.lab.simulation.traces.declared_hints import DRAWN, with_hints
 from sglang_hybrid.extensions.lab.simulation.traces.declared_hints import KINDS as HINTS
-from sglang_hybrid.extensions.lab.simulation.traces.declared_hints import with_hints
-from sglang_hybrid.extensions.lab.simulation.traces.formats import FORMATS, read_trace
-from sglang_hybrid.extensions.lab.simulation.traces.generators import KINDS, generate, traffic
+from sglang_hybrid.extensions.lab.simulation.traces.formats import (
+    FORMATS,
+    OF_FORMATS,
+    Format,
+    read_trace,
+    recognise,
+)
+from sglang_hybrid.extensions.lab.simulation.traces.generators import (
+    KINDS,
+    WORKFLOW,
+    generate,
+    traffic,
+)
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading, Skipped
 from sglang_hybrid.extensions.lab.simulation.tuner.tuned import SYSTEMS as TUNED
 from sglang_hybrid.extensions.lab.systems import smallest_budget
@@ -64,6 +75,38 @@ MOST_POOL = 2**48
 
 PROFILES = {"paper-7b": CostModel.paper_7b}
 
+TRACE, REPLICAS = "a trace", "several --replicas"
+
+NEEDED: Final[dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("format", "stitch", "tokenizer"), (TRACE,)),
+    **dict.fromkeys(("sessions", "templates", "shared", "turns", "think"), ("--generate",)),
+    **dict.fromkeys(("question", "answer", "azure"), ("--generate",)),
+    "skip_bad": (TRACE, "--azure"),
+    "to": ("--record",),
+    **dict.fromkeys(("chunk", "grid", "device_codec"), ("--rules served",)),
+    **dict.fromkeys(("routing", "late", "store"), (REPLICAS,)),
+    "metrics_port": ("--follow",),
+}
+"""Options that have an effect only where one of these is there."""
+
+USELESS: Final[dict[str, tuple[str, ...]]] = {
+    "--azure": ("session_rate",),
+    **{f"--generate {kind} --azure": ("question", "answer") for kind in KINDS if kind != WORKFLOW},
+    "--record": (
+        *("cache", "pools", "tiers", "model", "profile", "policy", "min_branch_tokens", "rules"),
+        *("chunk", "grid", "device_codec", "replicas", "routing", "late", "store"),
+        *("instant", "prefill", "json", "report", "workers", "follow", "metrics_port"),
+    ),
+    **{f"--to {name}": ("hints",) for name in FORMATS if name != "recorded"},
+    "--follow": (
+        *("generate", "limit", "hints", "format", "skip_bad"),
+        *("prefill", "json", "report", "workers"),
+    ),
+    "--tiers": ("cache", "pools"),
+    "--instant": ("prefill",),
+}
+"""Options that have no effect where this is there."""
+
 
 def parser() -> argparse.ArgumentParser:
     command = Parser(
@@ -74,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     add = command.add_argument_group("traffic").add_argument
     add("trace", nargs="?", type=Path, help="a trace, gzip or not; the format is recognised")
     add("--format", metavar="NAME", choices=FORMATS, help=", ".join(FORMATS))
-    add("--limit", type=whole(1), help="the first N requests only")
+    add("--limit", type=whole(1), help="only the N requests that arrive first")
     add("--max-input", type=whole(1), help="leave out Mooncake's longer prompts")
     add("--stitch", action="store_true", help="fill Mooncake's answers in from later prompts")
     add("--skip-bad", action="store_true", help="count bad lines and go on")
@@ -94,7 +137,12 @@ def parser() -> argparse.ArgumentParser:
             metavar="DIST",
             help=f"{about}: const:N, exp:MEAN, lognormal:MEDIAN:SIGMA",
         )
-    add("--azure", type=Path, metavar="CSV", help="arrivals and lengths of generated traffic")
+    add(
+        "--azure",
+        type=Path,
+        metavar="CSV",
+        help="arrivals and lengths of generated traffic; of workflows arrivals",
+    )
     kinds = ", ".join(HINTS)
     add("--hints", metavar="KIND", choices=HINTS, help=f"add what clients say: {kinds}")
     add("--record", type=Path, metavar="FILE", help="write the trace and stop")
@@ -187,10 +235,50 @@ def name_of(options: argparse.Namespace) -> str:
     return plain(options.generate or options.trace.name.split(".")[0])
 
 
+def given(options: argparse.Namespace) -> set[str]:
+    """Names of the options that have another value than by default."""
+    usual = vars(parser().parse_args([]))
+    return {name for name, value in vars(options).items() if value != usual[name]}
+
+
+def demand_effects(options: argparse.Namespace) -> None:
+    """Raises UsageError for an option that would do nothing beside the others."""
+    named = given(options)
+    there = {_flag(name) for name in named}
+    there |= {f"--rules {options.rules}", f"--to {options.to}"}
+    if options.trace is not None:
+        there.add(TRACE)
+    if options.replicas > 1:
+        there.add(REPLICAS)
+    if options.azure is not None:
+        there.add(f"--generate {options.generate} --azure")
+    for name, needed in NEEDED.items():
+        if name in named and not there.intersection(needed):
+            raise UsageError(f"{_flag(name)} is for {' or '.join(needed)} only")
+    for beside, useless in USELESS.items():
+        for name in useless:
+            if beside in there and name in named:
+                raise UsageError(f"{beside} does not go with {_flag(name)}, which would do nothing")
+
+
+def demand_read(options: argparse.Namespace, how: Format) -> None:
+    """Raises UsageError for an option of reading that this format has no use for."""
+    drawn = {"seed"} if options.hints in DRAWN else set()
+    for name in OF_FORMATS:
+        if name in given(options) - drawn and name not in how.options:
+            raise UsageError(f"{_flag(name)} does nothing with a trace in format {how.name}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def traffic_of(options: argparse.Namespace, console: Console) -> Sequence[Request]:
     """The requests. Raises UsageError, and FileError for a trace that cannot be read."""
     skipped = Skipped(options.skip_bad)
     if options.generate is None:
+        how = recognise(options.trace) if options.format is None else FORMATS[options.format]
+        demand_read(options, how)
         rate = 1.0 if options.session_rate is None else options.session_rate
         reading = Reading(
             options.limit,
@@ -201,11 +289,11 @@ def traffic_of(options: argparse.Namespace, console: Console) -> Sequence[Reques
             skipped,
             options.stitch,
         )
-        requests = read_trace(options.trace, reading, options.format)
+        requests = read_trace(options.trace, reading, how.name)
     else:
         names = ("shared", "turns", "question", "answer", "think")
         draws = {name: getattr(options, name) for name in names}
-        how = traffic(
+        made = traffic(
             options.generate,
             sessions=options.sessions,
             session_rate=options.session_rate,
@@ -214,7 +302,7 @@ def traffic_of(options: argparse.Namespace, console: Console) -> Sequence[Reques
             azure=None if options.azure is None else Azure.read(options.azure, skipped=skipped),
             **draws,
         )
-        requests = generate(options.generate, how, options.seed)[: options.limit]
+        requests = generate(options.generate, made, options.seed)[: options.limit]
         if not requests:
             raise UsageError("no request was generated: every prompt is longer than --max-input")
     if skipped.count:
@@ -257,19 +345,18 @@ def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
         for spec in policies
         for routing in routings
     ]
+    if options.device_codec is not None and not any(spec.name in POLICIES for spec in policies):
+        raise UsageError(f"--device-codec is for these policies only: {', '.join(POLICIES)}")
     return [each for job in jobs for each in (job, *_coded(job, options))]
 
 
 def _coded(job: Job, options: argparse.Namespace) -> list[Job]:
-    """`job` with entries that are kept coded, if that is asked for and the policy is one of ours.
-    Raises UsageError.
+    """`job` with entries that are kept coded, if that is asked for and the policy is one of
+    ours.
     """
-    if options.device_codec is None:
+    if options.device_codec is None or job.spec.name not in POLICIES:
         return []
-    if job.serving is None:
-        raise UsageError("--device-codec is for --rules served only")
-    codec = CopyCodec(options.device_codec)
-    return [replace(job, device_codec=codec)] if job.spec.name in POLICIES else []
+    return [replace(job, device_codec=CopyCodec(options.device_codec))]
 
 
 def _routings(options: argparse.Namespace, specs: Sequence[Spec]) -> list[str]:
@@ -277,10 +364,10 @@ def _routings(options: argparse.Namespace, specs: Sequence[Spec]) -> list[str]:
     replayed behind a router.
     """
     if options.replicas == 1:
-        for name in ("routing", "late", "store"):
-            if getattr(options, name):
-                raise UsageError(f"--{name} is for several --replicas")
         return [""]
+    routings = list(ROUTERS) if options.routing is None else options.routing
+    if options.late and "by_states" not in routings:
+        raise UsageError("--late is for --routing by_states only")
     if (options.late or options.store) and any(spec.name in WITHOUT_TREES for spec in specs):
         raise UsageError(f"neither --late nor --store is for {', '.join(WITHOUT_TREES)}")
     if options.instant:
@@ -293,7 +380,7 @@ def _routings(options: argparse.Namespace, specs: Sequence[Spec]) -> list[str]:
             raise UsageError(
                 f"{spec.name} knows the future of one server: leave it out with --replicas"
             )
-    return list(ROUTERS) if options.routing is None else options.routing
+    return routings
 
 
 def _default_policies(options: argparse.Namespace) -> str:
@@ -306,11 +393,7 @@ def _time(options: argparse.Namespace, cost: CostModel) -> PrefillTime | None:
     """The time that prefills take; None: each request is served at once."""
     if options.prefill is None and not options.instant:
         return PAPER if options.model is None else at_papers_rate(cost)
-    if options.prefill is None:
-        return None
-    if options.instant:
-        raise UsageError("--instant has no time: leave out --prefill")
-    return PrefillTime.read(options.prefill)
+    return None if options.prefill is None else PrefillTime.read(options.prefill)
 
 
 def _cost(options: argparse.Namespace) -> CostModel:
@@ -323,17 +406,15 @@ def _cost(options: argparse.Namespace) -> CostModel:
 
 
 def _serving(options: argparse.Namespace) -> Serving | None:
-    given = {name: getattr(options, name) for name in ("chunk", "grid")}
-    given = {name: value for name, value in given.items() if value is not None}
     if options.rules == "paper":
-        if given:
-            raise UsageError(f"--{next(iter(given))} is for --rules served only")
         if options.pools == ONE_MEMORY:
             raise UsageError(
                 "--pools one is for --rules served; by the paper's rules it is so anyway"
             )
         return None
-    return Serving(**given, one_memory=options.pools == ONE_MEMORY)
+    steps = {name: getattr(options, name) for name in ("chunk", "grid")}
+    steps = {name: value for name, value in steps.items() if value is not None}
+    return Serving(**steps, one_memory=options.pools == ONE_MEMORY)
 
 
 def _budgets(options: argparse.Namespace, cost: CostModel) -> Sequence[Budget]:
@@ -392,9 +473,6 @@ def _tiers(options: argparse.Namespace, cost: CostModel) -> TierBudgets | None:
     """Raises UsageError for what tiers cannot be combined with, or a device that holds no state."""
     if options.tiers is None:
         return None
-    for name in ("cache", "pools"):
-        if getattr(options, name) is not None:
-            raise UsageError(f"--tiers does not go with --{name}")
     if options.rules == "served":
         raise UsageError("tiers are replayed by the paper's rules: leave out --rules served")
     tiers: TierBudgets = options.tiers

@@ -12,12 +12,20 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sglang_hybrid.core.programs import UsageError, program
+from sglang_hybrid.core.programs import program
 from sglang_hybrid.core.sentences import plain
-from sglang_hybrid.extensions.lab.command_line import jobs_of, name_of, parser, specs, traffic_of
+from sglang_hybrid.extensions.lab.command_line import (
+    demand_effects,
+    demand_read,
+    jobs_of,
+    name_of,
+    parser,
+    specs,
+    traffic_of,
+)
 from sglang_hybrid.extensions.lab.reports.tables import show_results
 from sglang_hybrid.extensions.lab.runner import Job, Result, Runner
-from sglang_hybrid.extensions.lab.simulation.traces.formats import write_trace
+from sglang_hybrid.extensions.lab.simulation.traces.formats import FORMATS, write_trace
 from sglang_hybrid.extensions.lab.simulation.traces.lines import whole_file
 
 AVMP = "avmp"
@@ -40,6 +48,7 @@ def _main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     to_stdout = options.json is not None and str(options.json) == "-"
     console = Console(stderr=to_stdout, markup=False, emoji=False)
     name = name_of(options)
+    demand_effects(options)
     if options.model is None and options.profile is None and options.record is None:
         console.print(ASSUMED)
     if options.follow:
@@ -64,9 +73,7 @@ def _main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _follow(options: argparse.Namespace, console: Console) -> int:
     from sglang_hybrid.extensions.lab import shadow
 
-    for given in ("generate", "limit", "hints", "record", "report", "json", "prefill"):
-        if getattr(options, given) is not None:
-            raise UsageError(f"--follow goes on without end: leave out --{given}")
+    demand_read(options, FORMATS["recorded"])
     options.instant = True
     options.policy = options.policy or specs(shadow.POLICIES)
     shadow.follow(options.trace, jobs_of(options, "live"), options.metrics_port, console)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
-from sglang_hybrid.core.server_settings import Split
+from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.tiers.rates import Speeds
 from sglang_hybrid.core.victims.eviction import POLICIES, Lru, Policy
@@ -184,14 +184,17 @@ def _sglang_plus(setting: Setting) -> Cache:
     return SglangPlus(setting.cost, setting.budget, setting.min_branch_tokens, running_states)
 
 
-def _sglang(setting: Setting, grid: int = 64, chunk: int = 8_192, interval: int = 256) -> Cache:
+def _sglang(
+    setting: Setting, grid: int | None = None, chunk: int | None = None, interval: int = 256
+) -> Cache:
     if not setting.cost.state_bytes:  # then it is a plain radix cache
         return _sglang_plus(setting)
+    served = setting.serving or Serving()
     return SglangSimulator(
         setting.cost,
         setting.budget,
-        int(grid),
-        int(chunk),
+        int(grid or served.grid),
+        int(chunk or served.chunk),
         int(interval),
         running_states=None if setting.serving is None else SGLANG_RUNNING_STATES,
     )
@@ -200,6 +203,8 @@ def _sglang(setting: Setting, grid: int = 64, chunk: int = 8_192, interval: int 
 def _clairvoyant(setting: Setting, remember: int = 1) -> Cache:
     least = setting.min_branch_tokens
     if setting.as_served:
+        if not remember:
+            raise ValueError("--rules served has no clairvoyant:remember=0")
         return ServedClairvoyant(
             setting.cost, setting.memory, _oracle(setting), least, setting.serving
         )

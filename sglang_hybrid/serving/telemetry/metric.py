@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -43,7 +42,7 @@ class Metrics:
         self._metrics = list(metrics)
         self._labels = labels
         self._registered: dict[str, Any] = {}
-        self._seen: defaultdict[tuple[str, Labels], float] = defaultdict(float)
+        self._shown: dict[tuple[str, Labels], float] = {}
         self.update()
 
     def update(self) -> None:
@@ -59,6 +58,10 @@ class Metrics:
                 self._set(metric, labels, value)
 
     def _set(self, metric: Metric, labels: Labels, value: float) -> None:
+        before = self._shown.get((metric.name, labels))
+        if value == before:
+            return
+        self._shown[metric.name, labels] = value
         one = self._registered[metric.name]
         values = (*self._labels.values(), *((labels,) if isinstance(labels, str) else labels))
         if values:
@@ -66,8 +69,7 @@ class Metrics:
         if metric.is_gauge:
             one.set(value)
         else:
-            one.inc(value - self._seen[metric.name, labels])
-            self._seen[metric.name, labels] = value
+            one.inc(value - (before or 0))
 
 
 def _register(metric: Metric, common: Iterable[str]) -> Any:

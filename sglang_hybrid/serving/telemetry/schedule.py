@@ -24,8 +24,9 @@ class ScheduleStats:
     started: by what they could reuse. overtaken: how often requests were overtaken, added up.
     most_overtaken, longest_wait: of one request; seconds. waited: seconds, added up. bound_reached:
     requests that were overtaken no more, by which bound was reached. aborted: while they waited.
-    front: requests at the front in the last round. loads: those that began before their requests'
-    turns, None where there is no host; expected: loads for sessions that were expected back.
+    front: requests that are there now, as far as the last round has seen them. loads: those that
+    began before their requests' turns, None where there is no host; expected: loads for sessions
+    that were expected back.
     """
 
     started: Counter[str] = field(default_factory=Counter)
@@ -100,7 +101,7 @@ def schedule_metrics(stats: ScheduleStats) -> Iterator[Metric]:
     about = "Seconds that requests waited in the queue."
     yield Metric(PREFIX + "waited_seconds", about, lambda: stats.waited)
     for name, about in {
-        "front": "Requests at the front of the queue in the last round.",
+        "front": "Requests at the front of the queue.",
         "most_overtaken": "How often the request that was overtaken most was.",
     }.items():
         yield Metric(PREFIX + name, about, partial(getattr, stats, name), is_gauge=True)

@@ -12,13 +12,12 @@ from sglang_hybrid.core.tiers.rates import Link
 class TierStats:
     """Totals since the cache was built.
 
-    token_bytes, state_bytes: of one KV token and of one state. written_*: copies made on the host.
-    not_written: nodes that were not worth their writing. offloaded: nodes
-    that were copied before the device gave them up. loads: transfers from the host, their
-    bytes, how long they took and how long they were expected to take, in seconds. loaded_requests:
-    requests that resumed from the host. demoted: nodes that the device gave up and the host kept.
-    failed_loads: requests that could not, and computed.
-    hit_tokens: of requests, by the tier that they came from.
+    token_bytes, state_bytes: of one KV token and of one state on the host. written_*: copies made
+    there. not_written: nodes that were not worth their writing. offloaded: nodes that were copied
+    before the device gave them up. loads: transfers from the host, their bytes, how long they took
+    and how long they were expected to take, in seconds. loaded_requests: requests that resumed from
+    the host. demoted: nodes that the device gave up and the host kept. failed_loads: requests that
+    could not, and computed. hit_tokens: of requests, by the tier that they came from.
     """
 
     token_bytes: int = 0
@@ -39,7 +38,11 @@ class TierStats:
     @property
     def written_bytes(self) -> int:
         """Bytes of all copies made on the host."""
-        return self.written_tokens * self.token_bytes + self.written_states * self.state_bytes
+        return self.bytes_of(self.written_tokens, self.written_states)
+
+    def bytes_of(self, tokens: int, states: int) -> int:
+        """Bytes that so many KV tokens and states take on the host."""
+        return tokens * self.token_bytes + states * self.state_bytes
 
     def on_write(self, tokens: int, states: int) -> None:
         """Count copies of so many KV tokens and states that were made on the host."""

@@ -163,6 +163,7 @@ def test_a_load_that_is_late_is_waited_for() -> None:
     it.cache.schedule.arrange(it.queue)
     assert it.cache.schedule.stats.front == 1
     assert it.round() == [waiting]
+    assert it.cache.schedule.stats.front == 0
     assert (it.counts.used, it.counts.late) == (0, 1)
     it.finish(waiting)
 

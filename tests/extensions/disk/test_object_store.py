@@ -489,7 +489,38 @@ def test_clear_removes_everything(start: Open, folder: Path) -> None:
     store = start()
     put(store, 1), put(store, 2, kind="mamba")
     store.clear()
-    assert not files(folder) and store.used_bytes == 0 and not held(start(), 1)
+    assert store.used_bytes == 0 and not held(store, 1)
+    put(store, 1)
+    assert held(store, 1) == [1]
+    store.close()
+    assert len(files(folder)) == 1 and held(start(), 1) == [1]
+
+
+def test_clear_waits_for_no_file(
+    start: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for those that are removed, nor while a start finds others."""
+    put(start(), 1, 2)
+    start().close()
+    may_go_on = threading.Event()
+
+    def learn_later(store: ObjectStore) -> None:
+        may_go_on.wait(10)
+        store_start.learn_files(store, 0)
+
+    def remove_later(path: Path, size: int | None = None) -> None:
+        assert path.suffix != ".safetensors" or may_go_on.wait(10)
+        own_files.remove(path, size)
+
+    monkeypatch.setattr(object_store, "remove", remove_later)
+    store = ObjectStore(RankFolder(folder, FACTS, RANK), learn_later)
+    put(store, 3)
+    store.clear()
+    assert not may_go_on.is_set() and not store.ready.is_set()
+    may_go_on.set()
+    store.ready.wait(10)
+    store.close()
+    assert not files(folder) and store.counts.found_at_start == 0
 
 
 @settings(max_examples=25, deadline=None)

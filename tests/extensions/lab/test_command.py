@@ -120,6 +120,14 @@ def test_the_servers_own_rules(capsys: pytest.CaptureFixture[str]) -> None:
     assert "as served" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("option", ["--chunk", "--grid"])
+def test_sglang_serves_in_the_same_steps(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*CHAT, "--pools", "20000:30", "--policy", "sglang", "--rules", "served"]
+    usual = summary(*arguments, capsys=capsys)[0]
+    told = summary(*arguments, option, "16", capsys=capsys)[0]
+    assert told["hit_tokens"] != usual["hit_tokens"]
+
+
 def test_entries_that_are_kept_coded(capsys: pytest.CaptureFixture[str]) -> None:
     """Our policies once more, with more hits of which some are not exact."""
     served = ("--rules", "served", "--pools", "one", "--cache", "500MB", "--instant")
@@ -295,11 +303,13 @@ def test_a_report_of_one_size_looks_at_others(trace: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_report_as_served_says_what_its_budgets_hold(trace: Path, tmp_path: Path) -> None:
+    """And has a curve of what keeps entries coded."""
     arguments = [str(trace), "--cache", "400MB", "--policy", "lru,sglang", "--rules", "served"]
+    arguments += ["--device-codec", "int8"]
     assert main([*arguments, "--instant", "--report", str(tmp_path / "report")]) == 0
     text = " ".join((tmp_path / "report" / "index.html").read_text().split())
     assert "As served: every budget also holds what running requests compute" in text
-    assert "(3 with sglang, one per block with vllm+)" in text
+    assert "(3 with sglang, one per block with vllm+)" in text and "lru, int8" in text
 
 
 def test_a_report_compares_where_policies_differ_most() -> None:
@@ -368,6 +378,10 @@ MISTAKES = [
     ([*CHAT, "--cache", "1GB", "--chunk", "512"], "--chunk is for --rules served only"),
     ([*CHAT, "--pools", "9:9", "--rules", "served", "--grid", "0"], "--grid: '0' is not a whole"),
     ([*CHAT, "--cache", "1GB", "--policy", ","], "--policy: it is empty"),
+    (
+        [*CHAT, "--cache", "1GB", "--policy", "clairvoyant:remember=0", "--rules", "served"],
+        "--rules served has no clairvoyant:remember=0",
+    ),
     ([*CHAT, "--cache", "1GB", "--workers", "0"], "--workers: '0' is not a whole"),
     ([*CHAT, "--cache", "1GB", "--limit", "0"], "--limit: '0' is not a whole number from 1"),
     ([*CHAT, "--cache", "1GB", "--model", "nowhere"], "nowhere cannot be read"),
@@ -395,6 +409,69 @@ def test_a_mistake_is_one_sentence(
     assert said.startswith(f"error: {message}")
     assert said.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+VALUES = {
+    **{f"--{name}": "const:5" for name in ("shared", "turns", "question", "answer", "think")},
+    **{f"--{name}": "3" for name in ("sessions", "session-rate", "templates", "seed", "limit")},
+    **{f"--{name}": "3" for name in ("chunk", "grid", "replicas", "late", "workers", "max-input")},
+    **{f"--{name}": "FILE" for name in ("azure", "tokenizer", "record", "model", "prefill")},
+    **{f"--{name}": "FILE" for name in ("json", "report")},
+    **{"--format": "marconi", "--hints": "true", "--to": "compact", "--generate": "chat"},
+    **{"--cache": "1GB", "--pools": "9:9", "--tiers": "device=1GB,host=2GB", "--rules": "served"},
+    **{"--policy": "lru", "--min-branch-tokens": "7", "--device-codec": "int8"},
+    **{"--profile": "paper-7b", "--routing": "sticky", "--store": "1GB@1GB/s"},
+    "--metrics-port": "9",
+}
+"""A value of each option that has one."""
+
+OF_GENERATED = "--sessions --templates --shared --turns --question --answer --think --azure"
+OF_SERVED = "--chunk --grid --device-codec"
+OF_REPLICAS = "--routing --late --store"
+OF_A_REPLAY = (
+    f"--pools --tiers --model --profile --policy --min-branch-tokens --rules {OF_SERVED} "
+    f"--replicas {OF_REPLICAS} --instant --prefill --json --report --workers --follow --cache "
+    "--metrics-port"
+)
+NO_USE = {
+    "TRACE --cache 1GB": f"{OF_GENERATED} --session-rate --max-input --stitch --tokenizer --seed "
+    f"{OF_SERVED} {OF_REPLICAS} --to --metrics-port",
+    "TRACE --cache 1GB --hints true": "--seed",
+    "TRACE --cache 1GB --follow": f"{OF_GENERATED} --session-rate --max-input --stitch --tokenizer "
+    "--seed --format --limit --hints --skip-bad --to --prefill --json --report --workers",
+    "TRACE --record x": f"{OF_A_REPLAY} {OF_GENERATED} --session-rate --seed",
+    "TRACE --record x --to compact": "--hints",
+    "--generate chat --cache 1GB": "--format --stitch --tokenizer --skip-bad --metrics-port --to",
+    "--generate chat --azure x --cache 1GB": "--session-rate --question --answer",
+    "--generate chat --record x": f"{OF_A_REPLAY} --skip-bad --format",
+    "TRACE --tiers device=1GB,host=2GB": "--cache --pools",
+    "TRACE --cache 1GB --instant": "--prefill",
+    "TRACE --cache 1GB --rules served --policy none": "--device-codec",
+    "TRACE --cache 1GB --replicas 2 --routing sticky": "--late",
+}
+"""Command lines, and the options that would do nothing there."""
+
+
+@pytest.mark.parametrize("line", NO_USE)
+def test_an_option_that_would_do_nothing_is_refused(
+    line: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(trace) if word == "TRACE" else word for word in line.split()]
+    for option in NO_USE[line].split():
+        file = str(tmp_path / "file")
+        values = [VALUES[option].replace("FILE", file)] if option in VALUES else []
+        assert main([*words, option, *values]) == 2, option
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and f"{option} " in said.replace(",", " "), said
+        assert said.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_the_seed_is_that_of_what_is_drawn(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = ["--hints", "random", "--seed", "3"]
+    assert main([str(trace), *drawn, "--record", str(tmp_path / "a")]) == 0
+    assert main([*CHAT, "--seed", "3", "--record", str(tmp_path / "b")]) == 0
 
 
 def test_bad_lines_stop_it_or_are_counted(

@@ -7,6 +7,7 @@ import base64
 import random
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -310,7 +311,7 @@ def test_more_memory_never_hits_less(kind: str, policy: str) -> None:
 
 
 def test_sglangs_own_cache_hits_what_it_hits_in_a_replay() -> None:
-    made = WINDOWS["chat"]()
+    made = replace(WINDOWS["chat"](), serving=Serving(chunk=200, grid=16))
     setting = Setting(made.cost, made.budget, (), made.min_branch_tokens, made.serving)
     cache = build_system(SGLANG, setting)
     expected = [cache.serve(request).hit_len for request in made.requests][made.counted_from :]

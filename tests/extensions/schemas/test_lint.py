@@ -79,6 +79,16 @@ def test_the_command_writes_lines_as_compilers_do(tmp_path: Path) -> None:
     assert broken.returncode == 2 and "line 1, column" in broken.stderr
 
 
+def test_what_is_for_a_trace_is_refused_beside_a_schema(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "schema.xml"
+    file.write_text(f'<schema name="s">{LONG}</schema>')
+    for option, value in (("--limit", "3"), ("--format", "marconi"), ("--prefill", "x")):
+        assert main(["lint", str(file), option, value]) == 2
+        assert capsys.readouterr() == ("", f"error: {option} is for --recorded only\n")
+
+
 def test_the_command_says_if_the_model_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

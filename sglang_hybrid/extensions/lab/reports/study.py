@@ -129,9 +129,8 @@ class Study:
     def _plan(self) -> None:
         base = replace(self.first, budget=self.middle, losses=False)
         tiered = self.first.tiers is not None
-        specs = [job.spec for job in self.jobs if job.budget == self.middle]
-        for spec in [spec for spec in specs if spec.name in SWEPT] or specs[:3]:
-            job = replace(base, spec=spec)
+        asked = [replace(job, losses=False) for job in self.jobs if job.budget == self.middle]
+        for job in [job for job in asked if job.spec.name in SWEPT] or asked[:3]:
             if isinstance(self.middle, int):
                 if len(self.budgets) < 2:
                     for factor in SIZES:

@@ -253,6 +253,26 @@ def test_what_is_written_is_read_again(tmp_path: Path, name: str, suffix: str) -
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("name", ["recorded", "openai"])
+def test_the_first_requests_are_those_that_arrive_first(
+    tmp_path: Path, name: str, tokenizer: str
+) -> None:
+    """A recording has them as they ended, and conversations need no order. The others take no
+    room.
+    """
+    talk = {"messages": [{"role": role, "content": text} for role, text in TALK]}
+    line = {"recorded": RECORDED, "openai": talk}[name]
+    path = write(tmp_path / "trace.jsonl", *({**line, "t": t} for t in (9, 7, 8, 5, 6, 1, 4, 0, 3)))
+    room = Room()
+    read = read_trace(path, Reading(2, tokenizer=tokenizer, room=room), name)
+    assert [request.arrival for request in read] == [0, 1]
+    if name == "recorded":
+        left = Room()
+        for request in read:
+            left.take(request)
+        assert room == left
+
+
 def test_tenants_are_recorded_and_in_no_other_format(tmp_path: Path) -> None:
     tokens = np.arange(50, dtype=np.int32)
     requests = [

@@ -486,8 +486,10 @@ def test_smaller_copies_make_room_for_more_and_hits_on_them_are_counted_apart() 
     """Three sessions in turn: the host holds two of them as they are, and all in int8."""
     requests = in_turn(3, 4)
     exact, small = in_codec("exact", requests), in_codec("int8", requests)
-    hits = [sum(cache.serve(one).hit_len for one in requests) for cache in (exact, small)]
+    found = [[cache.serve(one) for one in requests] for cache in (exact, small)]
+    hits = [sum(one.hit_len for one in outcomes) for outcomes in found]
     assert hits[1] > hits[0]
+    assert [sum(one.hit_len for one in each if one.exact) for each in found] == [hits[0], 0]
     assert exact.memory.counts.inexact_hits == exact.memory.counts.inexact_tokens == 0
     assert small.memory.counts.inexact_tokens == hits[1]
     assert small.memory.counts.inexact_hits == small.memory.counts.loads[HOST] == 6

@@ -8,6 +8,7 @@ before its prefill.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sglang_hybrid.core.checkpoints.admission import Prefill
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, UNBOUNDED, CostModel
@@ -54,9 +55,12 @@ class TieredSimulator(Simulator):
         super().__init__(memory.cost, memory.budget, policies[0], min_branch_tokens, memory=memory)
 
     def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
-        found = super()._look_up(request)
-        self._count_lost(found[0])
-        return found
+        ticket, path, matched = super()._look_up(request)
+        self._count_lost(ticket)
+        hit_len = ticket.outcome.hit_len
+        exact = is_exact(node for node in path if node.depth <= hit_len)
+        ticket.outcome = replace(ticket.outcome, exact=exact)
+        return ticket, path, matched
 
     def _count_lost(self, ticket: Ticket) -> None:
         losses, request = self.memory.losses, ticket.request

@@ -170,11 +170,14 @@ class ConversationReader:
         if conversations:
             rng = np.random.default_rng(self.seed)
             starts = session_starts(rng, len(conversations), self.session_rate)
+        for session, (_, _, stamp) in enumerate(conversations):
+            starts[session] = starts[session] if stamp is None else stamp
         requests: list[Request] = []
-        for session, (where, messages, stamp) in enumerate(conversations):
-            if limit is not None and session >= limit:
+        begun = 0
+        for start, session in sorted(zip(starts, range(len(starts)), strict=True)):
+            if begun == limit:  # each of them has a request at least
                 break
-            start = starts[session] if stamp is None else stamp
+            where, messages, _ = conversations[session]
             made: list[Request] = []
             try:
                 for request in self._requests(session, messages, start):
@@ -186,6 +189,7 @@ class ConversationReader:
                 self.skipped.bad(f"{where}: {error}", error)
                 continue
             requests.extend(made)
+            begun += 1
         requests.sort(key=lambda request: request.arrival)
         return requests[:limit]
 

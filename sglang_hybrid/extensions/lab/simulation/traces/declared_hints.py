@@ -17,6 +17,8 @@ KINDS = {
     "whenever": "the same with the seconds of another request",
     "random": "one request in four says so, whatever follows",
 }
+DRAWN = ("whenever", "random")
+"""Kinds that a seed changes."""
 
 
 def with_hints(requests: Sequence[Request], kind: str, seed: int = 0) -> list[Request]:

@@ -41,16 +41,25 @@ from sglang_hybrid.extensions.lab.simulation.traces.lines import (
 )
 from sglang_hybrid.extensions.lab.simulation.traces.stitch import stitched
 
+OF_FORMATS = ("max_input", "stitch", "tokenizer", "session_rate", "seed")
+"""Options of reading (`Reading`) that only some formats have a use for."""
+
+CLOCK = ("session_rate", "seed")
+"""Of formats without one."""
+
 
 @dataclass(frozen=True)
 class Format:
-    """A trace format. starts_with: keys (or text) by which its first line is recognised."""
+    """A trace format. starts_with: keys (or text) by which its first line is recognised. options:
+    of `OF_FORMATS`, those that change how it is read.
+    """
 
     name: str
     about: str
     starts_with: tuple[str, ...]
     read: Callable[[Path, Reading], list[Request]]
     write: Callable[[Path, Iterable[Request]], None] | None = None
+    options: tuple[str, ...] = ()
 
 
 def read_azure(path: Path, reading: Reading) -> list[Request]:
@@ -106,10 +115,34 @@ FORMATS = {
             json_lines(MarconiLine, "a Marconi trace", marconi_lines),
             write_marconi,
         ),
-        Format("mooncake", "blocks of 512 tokens", ("timestamp", "hash_ids"), read_mooncake),
-        Format("blocks", "kv-cache-tester's conversations", ("requests",), read_blocks),
-        Format("sharegpt", "text", ("conversations",), partial(_read_text, ShareGpt)),
-        Format("openai", "text", ("messages",), partial(_read_text, OpenAi)),
+        Format(
+            "mooncake",
+            "blocks of 512 tokens",
+            ("timestamp", "hash_ids"),
+            read_mooncake,
+            options=("max_input", "stitch"),
+        ),
+        Format(
+            "blocks",
+            "kv-cache-tester's conversations",
+            ("requests",),
+            read_blocks,
+            options=CLOCK,
+        ),
+        Format(
+            "sharegpt",
+            "text",
+            ("conversations",),
+            partial(_read_text, ShareGpt),
+            options=("tokenizer", *CLOCK),
+        ),
+        Format(
+            "openai",
+            "text",
+            ("messages",),
+            partial(_read_text, OpenAi),
+            options=("tokenizer", *CLOCK),
+        ),
         Format("azure", "arrivals and lengths only", ("TIMESTAMP,",), read_azure),
     )
 }

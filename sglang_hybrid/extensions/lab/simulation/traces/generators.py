@@ -36,8 +36,8 @@ class Traffic:
     it hands over. question, answer: of each request. think: from one request of a session to the
     next, in a workflow from a result to a person's next task. closing: tokens that end the last
     answer of each session and no other, the same in all; 0: nothing tells it from the others.
-    azure: supplies arrivals of sessions, and questions and answers in the place of `question` and
-    `answer`.
+    azure: supplies arrivals of sessions, and but for workflows the lengths of questions and answers
+    in the place of `question` and `answer`.
     """
 
     shared: Draw
@@ -53,6 +53,8 @@ class Traffic:
     closing: int = 0
     azure: Azure | None = None
 
+
+WORKFLOW = "workflow"
 
 KINDS: dict[str, Traffic] = {
     "chat": Traffic(
@@ -99,7 +101,7 @@ KINDS: dict[str, Traffic] = {
         answer=Draw("lognormal", 120, 0.8),
         think=Draw("exp", 1),
     ),
-    "workflow": Traffic(
+    WORKFLOW: Traffic(
         sessions=40,
         session_rate=0.01,
         shared=Draw("const", 3_000),
@@ -138,7 +140,7 @@ def generate(kind: str, how: Traffic, seed: int) -> list[Request]:
     makers: dict[str, Callable[[int, float], Iterator[Request]]] = {
         "fan-out": maker.fan_out,
         "transcript": maker.transcript,
-        "workflow": maker.workflow,
+        WORKFLOW: maker.workflow,
     }
     make = makers.get(kind, maker.conversation)
     starts = _starts(how, rng)

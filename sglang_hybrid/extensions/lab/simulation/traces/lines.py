@@ -47,6 +47,10 @@ class Room:
         """Count a request. Raises TraceError if it is one too many."""
         self.take_bytes(request.kept_bytes + BYTES_OF_REQUEST)
 
+    def give_back(self, request: Request) -> None:
+        """A request that was counted is not kept."""
+        self.left += request.kept_bytes + BYTES_OF_REQUEST
+
     def take_bytes(self, count: int) -> None:
         self.left -= count
         if self.left < 0:
@@ -74,8 +78,9 @@ class Skipped:
 
 @dataclass
 class Reading:
-    """Options of reading. limit: requests. max_input: Mooncake's longer prompts are left out.
-    stitch: its unknown tokens are taken from the prompts that go on from them.
+    """Options of reading. limit: requests, those that arrive first. max_input: Mooncake's longer
+    prompts are left out. stitch: its unknown tokens are taken from the prompts that go on from
+    them.
 
     session_rate: sessions a second, and seed of their arrivals, where a format has no clock.
     """
@@ -103,15 +108,18 @@ def read_lines(
 
     `convert` raises ValueError for what cannot be, and returns None for what is left out. ordered:
     arrivals must not go back; otherwise the
-    requests are sorted by them. torn: a last line without its end is counted as skipped. Stops
-    after `reading.limit` requests. Raises TraceError.
+    requests are sorted by them, and all lines are read for the first `reading.limit` of them. torn:
+    a last line without its end is counted as skipped. Raises TraceError.
     """
     skipped = reading.skipped
     requests: list[Request] = []
     latest = 0.0
     for number, text in numbered_lines(path, skipped):
         if reading.limit is not None and len(requests) >= reading.limit:
-            break
+            if ordered:
+                break
+            if len(requests) >= 2 * reading.limit:
+                requests = _first_of(requests, reading)
         if not text.strip():
             continue
         here = f"{path}:{number}"
@@ -134,7 +142,16 @@ def read_lines(
             reading.room.take(request)
             latest = request.arrival
             requests.append(request)
-    return requests if ordered else sorted(requests, key=lambda request: request.arrival)
+    return requests if ordered else _first_of(requests, reading)
+
+
+def _first_of(requests: list[Request], reading: Reading) -> list[Request]:
+    """The first `reading.limit` of `requests`, in order of arrival."""
+    requests.sort(key=lambda request: request.arrival)
+    kept = requests[: reading.limit]
+    for request in requests[len(kept) :]:
+        reading.room.give_back(request)
+    return kept
 
 
 def numbered_lines(path: Path, skipped: Skipped | None = None) -> Iterator[tuple[int, bytes]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import UNBOUNDED, IntArray
-from sglang_hybrid.core.server_settings import Budget, Split
+from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.specs import Spec, make_policies
 from sglang_hybrid.core.traffic.recorder import RequestWindow
 from sglang_hybrid.extensions.lab.simulation.baselines import (
@@ -98,7 +98,10 @@ def hits_within(
         if isinstance(budget, Split) and budget.spilled:  # it would divide its bytes otherwise
             budget = budget.bytes(window.cost)
         running = None if window.serving is None else SGLANG_RUNNING_STATES
-        cache = SglangSimulator(window.cost, budget, running_states=running)
+        served = window.serving or Serving()
+        cache = SglangSimulator(
+            window.cost, budget, served.grid, served.chunk, running_states=running
+        )
     else:  # a plain radix cache
         cache = SglangPlus(window.cost, budget, window.min_branch_tokens)
     outcomes = [cache.serve(request) for request in window.requests][window.counted_from :]
