@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 IDLE_CHECK = 0.02
 """Seconds between two checks whether requests run."""
 
+AT_ONCE = 20
+"""Prompts that wait and look so often; more of them look more seldom, so that the event loop, in
+which they look, has time for other requests.
+"""
+
 LONGEST_WAIT = 86_400.0
 """Seconds that a rate holds up a payer's next prompt at most, and that it is remembered: a day."""
 
@@ -84,6 +89,7 @@ class PrewarmTurns:
         self._busy = busy
         self._clock = clock
         self._due: dict[str | None, float] = {}
+        self._waiting = 0
 
     async def take(
         self,
@@ -104,7 +110,11 @@ class PrewarmTurns:
             self._due = {each: due for each, due in self._due.items() if due > now}
             if not self._busy() or (rate is not None and payer not in self._due):
                 break
-            await asyncio.sleep(IDLE_CHECK)
+            self._waiting += 1
+            try:
+                await asyncio.sleep(IDLE_CHECK * max(1.0, self._waiting / AT_ONCE))
+            finally:
+                self._waiting -= 1
         if rate is not None:
             due = self._due.get(payer, now) + tokens / rate
             self._due[payer] = min(due, now + LONGEST_WAIT)
