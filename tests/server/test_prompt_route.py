@@ -115,6 +115,29 @@ def test_a_prewarm_is_told_while_others_run(url: str) -> None:
         assert b"[DONE]" not in next(line for line in lines if line)
 
 
+def test_modules_that_are_asked_for_are_not_counted(url: str) -> None:
+    """And the value of a parameter is new when it is sent."""
+    module = '<module name="m">In <parameter name="days" length="5"/> days.</module>'
+    pml = f'<schema name="asked"><system>Plan.{module}</system></schema>'
+    assert post(url, "/v1/prompt_schemas", {"pml": pml}).ok
+    imports = '<prompt schema="asked"><m days="3"/></prompt>'
+    chat = {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 1}
+    generate = {"pml": imports, "text": " Go.", "sampling_params": {"max_new_tokens": 1}}
+    sent: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"model": "default", "prompt_schema": imports, **chat}),
+        ("/generate", generate),
+    ]
+    for route, body in sent:
+        assert post(url, PREFIX + route, body).ok
+    (told,) = requests.get(url + "/v1/prompt_schemas", timeout=60).json()
+    assert (told["name"], told["requests"]) == ("asked", 0)
+    for route, body in sent:
+        assert post(url, route, body).ok
+    told = requests.get(url + "/v1/prompt_schemas/asked", timeout=60).json()
+    assert told["requests"] == told["parts"][0]["parts"][1]["imports"] == 2
+    requests.delete(url + "/v1/prompt_schemas/asked", timeout=60)
+
+
 @pytest.mark.parametrize(
     "body", [{"input_ids": []}, {"input_ids": [-1]}, {"text": 5}, {}, {"kv_hints": 3, "text": "a"}]
 )

@@ -298,6 +298,8 @@ def test_a_value_ends_the_exact_prefix_until_it_comes_back(registry: Registry) -
         plan = f'<travel-plan duration="{duration}"><overseas><bay/></overseas></travel-plan>'
         return f'<prompt schema="travel">{plan}<user>Go.</user></prompt>'
 
+    registry.expand(None, prompt("3 days"), counts=False)  # looked up and not sent
+    assert registry.get(None, "travel").requests == 0
     first, other = registry.expand(None, prompt("3 days")), registry.expand(None, prompt("a week"))
     again = registry.expand(None, prompt("3 days"))
     ends = [end.position for end in first.tokenized.ends if end.values]

@@ -274,37 +274,49 @@ class Registry:
             )
 
     def expand(
-        self, tenant: Tenant, asked: str | Prompt, *, text: str = "", whole: str = ""
+        self,
+        tenant: Tenant,
+        asked: str | Prompt,
+        *,
+        text: str = "",
+        whole: str = "",
+        counts: bool = True,
     ) -> Expanded:
         """The tokens of a prompt, and the positions worth a checkpoint; the prompt is counted.
 
         asked: the prompt, or its markup. text: what stands behind it, as it is. whole: why this
-        server cannot compute modules apart, a sentence; empty if it can.
+        server cannot compute modules apart, a sentence; empty if it can. counts: False for a prompt
+        that is only looked up, which leaves no trace.
         """
         draft = self.draft(tenant, read_prompt(asked) if isinstance(asked, str) else asked)
         if text:
             draft = draft.followed_by(text)
-        return self.counted(draft, self.tokenizer.tokenized(draft.resolved), whole=whole)
+        tokenized = self.tokenizer.tokenized(draft.resolved)
+        return self.counted(draft, tokenized, whole=whole, counts=counts)
 
     def draft(self, tenant: Tenant, prompt: Prompt) -> Draft:
         """The imports of a prompt of this tenant, in the schema's order."""
         registered = self.get(tenant, prompt.schema)
         return Draft(registered, prompt, resolve(registered.schema, prompt))
 
-    def counted(self, draft: Draft, tokenized: Tokenized, *, whole: str = "") -> Expanded:
+    def counted(
+        self, draft: Draft, tokenized: Tokenized, *, whole: str = "", counts: bool = True
+    ) -> Expanded:
         """A drafted prompt with the positions worth a checkpoint: ends of modules before the first
         value of a parameter, and behind it if these values came before. Its imports are counted.
 
-        tokenized: the tokens of the draft. whole: see `expand`.
+        tokenized: the tokens of the draft. whole, counts: see `expand`.
         """
         registered, prompt, whole = draft.registered, draft.prompt, whole or self.whole
         warnings = [*draft.resolved.warnings, *([whole] if whole and prompt.modular else [])]
         segments = None
         if prompt.modular and not whole:
             segments = modular(self.layout(registered), draft.resolved)
-        registered.requests += 1
-        registered.imports.update(_paths(prompt.imports, ()))
-        hot = registered.seen(prompt.imports)
+        hot = False
+        if counts:
+            registered.requests += 1
+            registered.imports.update(_paths(prompt.imports, ()))
+            hot = registered.seen(prompt.imports)
         positions = [] if segments is not None else worthwhile(tokenized, hot=hot)
         return Expanded(registered, tokenized, positions, warnings, segments)
 
