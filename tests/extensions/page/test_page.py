@@ -26,11 +26,13 @@ from sglang_hybrid.extensions.lab import systems as systems  # registers SGLang'
 from sglang_hybrid.extensions.lab.simulation.system_names import Setting, build_system
 from sglang_hybrid.extensions.lab.simulation.traces import generators
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import SGLANG, hits_within
+from sglang_hybrid.extensions.page import route as routes
 from sglang_hybrid.extensions.page import watch
 from sglang_hybrid.extensions.page.follower import AGAIN, NODES
 from sglang_hybrid.extensions.page.messages import (
     AskReq,
     NodeReq,
+    NodeReqOutput,
     WatchReq,
     WatchReqOutput,
     WhatIfReq,
@@ -501,3 +503,20 @@ def test_without_a_page_its_address_says_how_to_have_one(
     if shown == "off":
         answer = TestClient(app).get("/hybrid_cache/")
         assert answer.status_code == 404 and "--hybrid-ui" in answer.json()["error"]
+
+
+def test_an_id_that_no_node_can_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(manager: Any, question: NodeReq, kind: Any) -> list[NodeReqOutput]:
+        msgspec.msgpack.encode(question)
+        return [NodeReqOutput()]
+
+    monkeypatch.setenv("SGLANG_HYBRID_UI", "lengths")
+    monkeypatch.setattr(routes, "_manager", lambda: None)
+    monkeypatch.setattr(routes, "has_our_cache", lambda _: True)
+    monkeypatch.setattr(routes, "ask_ranks", ask)
+    app = FastAPI()
+    app.include_router(routes.router)
+    client = TestClient(app)
+    asked = {node: client.get(f"/hybrid_cache/nodes/0/{node}") for node in (7, 2**64, -(2**64))}
+    assert [answer.status_code for answer in asked.values()] == [200, 422, 422]
+    assert "gone" in asked[7].json()
