@@ -95,6 +95,22 @@ def test_a_tenant_in_a_header_has_the_name_that_it_has_in_a_body(url: str) -> No
     assert header == post(url, path, body | {"extra_key": "one"}).json()["tenant"] != ""
 
 
+def test_log_probabilities_of_a_prompt_are_not_hit(replicas: Replicas, url: str) -> None:
+    """Nor does a router expect it: else it would think that it knows the server wrongly."""
+    ids = random_prompt(100, 9)
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
+    assert post(url, "/generate", body).ok
+    settle(replicas, url)
+    for start, most, hit in ((-1, None, 99), (0, 0, 0), (40, 40, 0)):
+        wanted = body | {"return_logprob": True, "logprob_start_len": start}
+        asked = post(url, PREFIX + "/generate", wanted).json()
+        assert asked.get("reusable") == most
+        choice = replicas.choose(asked["input_ids"], asked["tenant"], asked.get("reusable"))
+        replicas.on_answer(choice)
+        answer = post(url, "/generate", wanted).json()
+        assert answer["meta_info"]["cached_tokens"] == choice.position == hit
+
+
 def test_an_id_may_be_asked_for_and_then_be_sent(url: str) -> None:
     body = {"input_ids": [5, 6, 7], "rid": "the same", "sampling_params": {"max_new_tokens": 1}}
     for path in (PREFIX + "/generate", PREFIX + "/generate", "/generate"):

@@ -332,13 +332,14 @@ def test_the_replica_with_the_earliest_first_token_is_chosen(server: Server, oth
     server.rate = other.rate = 100.0
     with all_of(server, other) as replicas:
 
-        def choose() -> Choice:
+        def choose(reusable: int | None = None) -> Choice:
             """Nothing is left of the choice: it is answered at once."""
-            choice = replicas.choose([1, 2, 3])
+            choice = replicas.choose([1, 2, 3], reusable=reusable)
             replicas.on_answer(choice)
             return choice
 
         assert choose()[:3] == (server.url, 2, 0.01)
+        assert [choose(most).position for most in (0, 1, 2, 9)] == [0, 0, 2, 2]
         server.waiting = 9
         wait_until(lambda: replicas.followers[server.url].load.waiting == 9)
         assert choose()[:3] == (other.url, 0, 0.03)
