@@ -130,13 +130,14 @@ class Replicas:
         prompt = as_bytes(tokens)
         last = len(prompt) // TOKEN_BYTES - 1
         most = last if reusable is None else min(last, reusable)
+        followers = self.followers  # one that goes meanwhile may be chosen
         with self._choosing:
             rates = [one.load.rate for one in self.reachable() if one.has_known_rate]
             slowest = min(rates, default=math.inf)
             choices = []
             for resumable in self.index.resume(prompt[: (most + 1) * TOKEN_BYTES], tenant):
                 name = resumable.replica
-                follower = self.followers.get(name)
+                follower = followers.get(name)
                 if follower is not None and follower.is_reachable:
                     load = follower.load
                     position, loading = load.way(resumable)
@@ -158,7 +159,7 @@ class Replicas:
             chosen = min(alike, key=lambda each: each[1])
             _, (*_, name), position, seconds, left = chosen
             self._choices += 1
-            self.followers[name].load.on_choice(self._choices, tenant, prompt, left)
+            followers[name].load.on_choice(self._choices, tenant, prompt, left)
             others = tuple(each[1][-1] for each in choices if each is not chosen)
             return Choice(name, position, seconds, self._choices, others)
 

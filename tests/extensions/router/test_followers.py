@@ -22,6 +22,7 @@ from sglang_hybrid.extensions.router import Choice, Follower, ReplicaIndex, Repl
 from sglang_hybrid.extensions.router.choosing import addresses, endpoint_of
 from sglang_hybrid.extensions.router.load import TOO_MANY_WRONG
 from sglang_hybrid.extensions.router.program import table
+from sglang_hybrid.extensions.router.resumable import Resumable
 from sglang_hybrid.extensions.router.wire import KvEvents, Malformed
 from sglang_hybrid.serving.tenants import TenantNames
 from tests.extensions.router.server import (
@@ -398,6 +399,23 @@ def test_one_that_cannot_be_read_gets_what_the_others_have_no_time_for(
         is_read.set()
         assert [choice.replica for choice in choices] == [server.url, server.url, other.url]
         wait_until(lambda: follower.is_in_step)
+
+
+def test_a_server_may_go_while_it_is_chosen(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with all_of(server) as replicas:
+        load, everyone = replicas.followers[server.url].load, replicas.followers
+
+        def way(found: Resumable) -> tuple[int, float]:
+            replicas.followers = {}
+            return 0, 0.0
+
+        monkeypatch.setattr(load, "way", way)
+        choice = replicas.choose([1, 2, 3])
+        assert choice.replica == server.url
+        replicas.on_answer(choice, 2)
+        replicas.followers = everyone
 
 
 def test_loads_from_the_host_take_their_time(server: Server, other: Server) -> None:
