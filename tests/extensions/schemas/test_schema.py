@@ -307,6 +307,13 @@ def test_a_value_ends_the_exact_prefix_until_it_comes_back(registry: Registry) -
     assert set(ends) <= set(again.positions)
 
 
+def test_the_parts_of_a_stream_do_not_repeat_what_may_be_long(registry: Registry) -> None:
+    expanded = registry.expand(None, '<prompt schema="travel"/>')
+    assert expanded.on_answer({"finish_reason": None}) == {"schema": "travel"}
+    told = expanded.on_answer({"finish_reason": {"type": "stop"}})
+    assert told.keys() == {"schema", "ends", "declared", "warnings"}
+
+
 def test_a_value_that_is_too_long_is_named_with_its_limit(registry: Registry) -> None:
     plan = '<travel-plan duration="one two three four five six seven"/>'
     with pytest.raises(ValueError, match=r"'duration' has \d+ tokens; it may have 5 at most"):

@@ -137,15 +137,21 @@ class Expanded:
     on_not_composed: Callable[[Mapping[str, Any]], None] = lambda told: None
 
     def on_answer(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
-        """`meta_info.prompt` of an answer; the last one is counted."""
-        if meta_info.get("finish_reason") is not None:
+        """`meta_info.prompt` of an answer, or of a part of one that is streamed; the last part is
+        counted, and has what may be long.
+        """
+        name = self.registered.schema.name
+        is_last = meta_info.get("finish_reason") is not None
+        if is_last:
             self.registered.prompt_tokens += meta_info.get("prompt_tokens", 0)
             self.registered.cached_tokens += meta_info.get("cached_tokens", 0)
         if self.modular is not None:
             told = modular_answer(meta_info, self.warnings, self.on_not_composed)
-            return {"schema": self.registered.schema.name, **told}
+            return {"schema": name, **told}
+        if not is_last:
+            return {"schema": name}
         return {
-            "schema": self.registered.schema.name,
+            "schema": name,
             "ends": [
                 {"module": "/".join(end.path), "position": end.position}
                 for end in self.tokenized.ends
