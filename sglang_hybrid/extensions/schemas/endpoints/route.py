@@ -31,7 +31,12 @@ from sglang_hybrid.serving.http_tenants import put_tenant
 from sglang_hybrid.serving.requests import payloads
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.fields import check_single
-from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
+from sglang_hybrid.serving.requests.long_requests import (
+    LONG,
+    aside,
+    in_thread,
+    in_thread_if_long,
+)
 from sglang_hybrid.serving.routes import SCHEMAS_PATH
 from sglang_hybrid.serving.tenants import Tenant, tenant
 
@@ -153,7 +158,7 @@ async def one_schema(name: str, own: Own) -> JSONResponse:
     """
     registry = _registry()
     found = registry.get(own, name)
-    told = await in_thread(found.as_dict, registry.tokenizer)
+    told = await aside(found.as_dict, registry.tokenizer)
     places = await residency(_manager(), registry, own, found)
     return JSONResponse({**told, "residency": places})
 
@@ -179,13 +184,13 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
     own = tenant(asked.extra_key, asked.cache_salt)
     registered = registry.get(own, name)
     if asked.mode == "modular":
-        layout = await in_thread(registry.layout, registered)
+        layout = await aside(registry.layout, registered)
         return JSONResponse(await apart.compute_all(manager, own, layout, request))
     rate, pinned = _checked(asked)
     sizes = await _sizes(manager)
     if not sizes:
         raise ValueError("this server does not run sglang_hybrid's cache.")
-    plan = await in_thread(
+    plan = await aside(
         prewarming.plan_for,
         registry,
         registered,
@@ -193,7 +198,7 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
         sizes["state_bytes"],
         sizes["kv_bytes_per_token"],
     )
-    prompts = await in_thread(prewarming.prompts_for, registry, registered, plan.nodes)
+    prompts = await aside(prewarming.prompts_for, registry, registered, plan.nodes)
     await prewarming.prefill(manager, own, prompts, rate, pinned, request)
     return JSONResponse(
         {
@@ -247,7 +252,7 @@ async def lint_schema(name: str, own: Own) -> JSONResponse:
     found = registry.get(own, name)
     sizes = await _sizes(_manager())
     kv = sizes.get("kv_bytes_per_token") or 0
-    findings = await in_thread(
+    findings = await aside(
         lint,
         found.schema,
         found.length(registry.tokenizer),
