@@ -50,14 +50,15 @@ class NoSchema(ValueError):
 
 @dataclass
 class Registered:
-    """A schema in use. imports: how often each module was imported, by its path. values: hashes of
-    parameters' values, the latest last. cached_tokens: of all prompts, from the cache. layout: for
-    modular mode, once it was asked for. saved: whether it outlives the server. lengths: tokens
-    of its texts, once they were asked for.
+    """A schema in use. tokenizer: of its tenant's texts. imports: how often each module was
+    imported, by its path. values: hashes of parameters' values, the latest last. cached_tokens: of
+    all prompts, from the cache. layout: for modular mode, once it was asked for. saved: whether it
+    outlives the server. lengths: tokens of its texts, once they were asked for.
     """
 
     schema: Schema
     size: int
+    tokenizer: PromptTokenizer
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -78,21 +79,16 @@ class Registered:
             "cached_tokens": self.cached_tokens,
         }
 
-    def as_dict(self, tokenizer: PromptTokenizer) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """For whoever asks for the schema. Takes long where its texts were not tokenized yet."""
-        length = self.length(tokenizer)
-        parts = [described(part, length, self.imports) for part in self.schema.parts]
+        parts = [described(part, self.length, self.imports) for part in self.schema.parts]
         return {**self.summary(), "parts": parts}
 
-    def length(self, tokenizer: PromptTokenizer) -> Callable[[str], int]:
-        """A function from a text of the schema to its tokens."""
-
-        def tokens(text: str) -> int:
-            if text not in self.lengths:
-                self.lengths[text] = tokenizer.length(text)
-            return self.lengths[text]
-
-        return tokens
+    def length(self, text: str) -> int:
+        """Tokens of a text of the schema."""
+        if text not in self.lengths:
+            self.lengths[text] = self.tokenizer.length(text)
+        return self.lengths[text]
 
     def seen(self, imports: Sequence[Import]) -> bool:
         """True if an earlier prompt had these values of parameters; they are remembered from now
@@ -192,7 +188,7 @@ class Registry:
 
     def register(self, tenant: Tenant, pml: str) -> Registered:
         """Keep a schema, in place of the tenant's earlier one of its name."""
-        registered = Registered(read_schema(pml), len(pml.encode()))
+        registered = self._registered(tenant, pml)
         own = self._own(tenant)
         name = registered.schema.name
         self._check_room(tenant, own, name, registered.size)
@@ -200,6 +196,10 @@ class Registry:
         if self._saved is not None:
             registered.saved = self._saved.save(tenant, name, pml)
         return registered
+
+    def _registered(self, tenant: Tenant, pml: str, *, saved: bool = False) -> Registered:
+        tokenizer = self.tokenizer.of(tenant)
+        return Registered(read_schema(pml), len(pml.encode()), tokenizer, saved=saved)
 
     def get(self, tenant: Tenant, name: str) -> Registered:
         """A schema of this tenant; raises NoSchema."""
@@ -236,7 +236,7 @@ class Registry:
         found: dict[str, Registered] = {}
         for name, pml in self._saved.take(tenant).items():
             with suppress(ValueError):  # an earlier version of ours took it
-                found[name] = Registered(read_schema(pml), len(pml.encode()), saved=True)
+                found[name] = self._registered(tenant, pml, saved=True)
         if found:
             self._schemas[tenant] = found
         return found
@@ -297,7 +297,7 @@ class Registry:
         draft = self.draft(tenant, read_prompt(asked) if isinstance(asked, str) else asked)
         if text:
             draft = draft.followed_by(text)
-        tokenized = self.tokenizer.tokenized(draft.resolved)
+        tokenized = draft.registered.tokenizer.tokenized(draft.resolved)
         return self.counted(draft, tokenized, whole=whole, counts=counts)
 
     def draft(self, tenant: Tenant, prompt: Prompt) -> Draft:
@@ -329,13 +329,13 @@ class Registry:
     def layout(self, registered: Registered) -> Layout:
         """Where modular mode places the schema's texts; made once for each schema."""
         if registered.layout is None:
-            registered.layout = Layout(registered.schema, self.tokenizer)
+            registered.layout = Layout(registered.schema, registered.tokenizer)
         return registered.layout
 
     def expand_path(self, registered: Registered, imports: Sequence[Import]) -> Tokenized:
         """The tokens of a prompt that only imports."""
         prompt = Prompt(registered.schema.name, tuple(imports))
-        return self.tokenizer.tokenized(resolve(registered.schema, prompt))
+        return registered.tokenizer.tokenized(resolve(registered.schema, prompt))
 
 
 def worthwhile(tokenized: Tokenized, *, hot: bool) -> list[int]:

@@ -124,12 +124,12 @@ class _Writer:
 
     def __init__(self, registry: Registry, request: Any) -> None:
         self.beginning: Beginning | None = None
-        self._tokenizer: PromptTokenizer = registry.tokenizer
         check_single(request, ("extra_key", "cache_salt"), "prompt_schema")
         if request.input_ids is not None:
             raise ValueError("the request has prompt_schema and input_ids; give one of them.")
         own = tenant(request.extra_key, request.cache_salt)
         self._draft = registry.draft(own, prompt_of(request.prompt_schema))
+        self._tokenizer: PromptTokenizer = self._draft.registered.tokenizer
         self._pieces = self._draft.resolved.pieces
         for piece in self._pieces:
             if piece.role is None:

@@ -49,12 +49,10 @@ class Prepared:
     positions: list[int]
 
 
-def plan_for(
-    registry: Registry, registered: Registered, budget: int, state_bytes: int, kv_bytes: int
-) -> Plan:
+def plan_for(registered: Registered, budget: int, state_bytes: int, kv_bytes: int) -> Plan:
     """The prefixes of a schema that are worth most within `budget` bytes, by the imports seen."""
     root = prefix_tree(
-        registered.schema, registry.tokenizer.length, registered.imports, registered.requests
+        registered.schema, registered.length, registered.imports, registered.requests
     )
     return best_prefixes(root, budget, state_bytes, kv_bytes)
 

@@ -64,8 +64,9 @@ async def residency(
 
 def _likeliest(registry: Registry, registered: Registered) -> tuple[list[AskedPrefix], bool]:
     """Parents first. Raises ValueError if the schema has too many prefixes to weigh."""
-    length = registered.length(registry.tokenizer)
-    root = prefix_tree(registered.schema, length, registered.imports, registered.requests)
+    root = prefix_tree(
+        registered.schema, registered.length, registered.imports, registered.requests
+    )
     found: list[AskedPrefix] = []
     tokens = came = 0
     waiting: list[tuple[float, int, PrefixNode, int, int]] = []

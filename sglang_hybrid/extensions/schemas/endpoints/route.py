@@ -140,7 +140,7 @@ async def register(request: Request) -> JSONResponse:
     new = await read_json(request, NewSchema, MOST_BODY, "that of a schema may have", SCHEMA)
     put_tenant(new, request)
     registered = registry.register(tenant(new.extra_key, new.cache_salt), new.pml)
-    return JSONResponse(await in_thread_if_long(registered.as_dict, registry.tokenizer))
+    return JSONResponse(await in_thread_if_long(registered.as_dict))
 
 
 @router.get("")
@@ -158,7 +158,7 @@ async def one_schema(name: str, own: Own) -> JSONResponse:
     """
     registry = _registry()
     found = registry.get(own, name)
-    told = await aside(found.as_dict, registry.tokenizer)
+    told = await aside(found.as_dict)
     places = await residency(_manager(), registry, own, found)
     return JSONResponse({**told, "residency": places})
 
@@ -192,7 +192,6 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
         raise ValueError("this server does not run sglang_hybrid's cache.")
     plan = await aside(
         prewarming.plan_for,
-        registry,
         registered,
         _budget(asked, sizes),
         sizes["state_bytes"],
@@ -255,7 +254,7 @@ async def lint_schema(name: str, own: Own) -> JSONResponse:
     findings = await aside(
         lint,
         found.schema,
-        found.length(registry.tokenizer),
+        found.length,
         state_tokens=sizes["state_bytes"] // kv if kv else 0,
         counts=dict(found.imports),
         requests=found.requests,
