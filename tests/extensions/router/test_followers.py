@@ -265,6 +265,16 @@ def test_a_server_that_answers_late_is_busy_and_one_that_does_not_has_vanished(
         assert position(index, 1, 2) == 2
 
 
+def test_a_busy_server_whose_snapshot_is_wanted_has_not_vanished(server: Server) -> None:
+    with following(server, patience=2) as (follower, _):
+        server.goes_on.clear()
+        follower.resync()
+        wait_until(lambda: "ReadTimeout" in follower.error)
+        assert follower.is_reachable and not follower.is_in_step
+        server.goes_on.set()
+        wait_until(lambda: follower.is_in_step)
+
+
 def test_a_server_whose_thread_hangs_is_not_in_step(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
