@@ -34,6 +34,10 @@ LONGEST_WAIT = 86_400.0
 """Seconds that a rate holds up a payer's next prompt at most, and that it is remembered: a day."""
 
 
+MOST_PAYERS = 1 << 12
+"""Payers whose rates are remembered, the latest ones: a client may name any number of them."""
+
+
 class Unasked:
     """Stands where `Expanded` does, for a prompt that the server itself sends."""
 
@@ -105,8 +109,8 @@ class PrewarmTurns:
             if gone is not None and await gone():
                 raise ValueError("the client went away before its prompt was computed.")
             now = self._clock()
-            self._due = {each: due for each, due in self._due.items() if due > now}
-            if not self._busy() or (rate is not None and payer not in self._due):
+            due = max(now, self._due.get(payer, now))
+            if not self._busy() or (rate is not None and due == now):
                 break
             self._waiting += 1
             try:
@@ -114,8 +118,10 @@ class PrewarmTurns:
             finally:
                 self._waiting -= 1
         if rate is not None:
-            due = self._due.get(payer, now) + tokens / rate
-            self._due[payer] = min(due, now + LONGEST_WAIT)
+            self._due.pop(payer, None)  # so that the first one is that of the longest ago
+            self._due[payer] = min(due + tokens / rate, now + LONGEST_WAIT)
+            if len(self._due) > MOST_PAYERS:
+                del self._due[next(iter(self._due))]
 
 
 @lru_cache(maxsize=1)
