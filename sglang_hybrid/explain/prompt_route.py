@@ -66,7 +66,7 @@ async def keep_from_scheduler(prompts: Any) -> None:
         prompt = prompts[0] if isinstance(prompts, list) else prompts
         told = {"input_ids": list(prompt.input_ids), "tenant": _name(prompt)}
         if prompt.return_logprob and prompt.logprob_start_len >= 0:
-            told["reusable"] = prompt.logprob_start_len
+            told["reusable"] = min(prompt.logprob_start_len, len(prompt.input_ids))
         asked.found.set_result(told)
     await asked.closed.wait()
     raise asyncio.CancelledError

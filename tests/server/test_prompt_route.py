@@ -101,7 +101,7 @@ def test_log_probabilities_of_a_prompt_are_not_hit(replicas: Replicas, url: str)
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
     assert post(url, "/generate", body).ok
     settle(replicas, url)
-    for start, most, hit in ((-1, None, 99), (0, 0, 0), (40, 40, 0)):
+    for start, most, hit in ((-1, None, 99), (0, 0, 0), (40, 40, 0), (100, 100, 99)):
         wanted = body | {"return_logprob": True, "logprob_start_len": start}
         asked = post(url, PREFIX + "/generate", wanted).json()
         assert asked.get("reusable") == most
