@@ -35,6 +35,9 @@ WINDOW = 32
 AGREED = 8
 """Tokens before a position that must come out the same."""
 
+MOST_BLANKS = 256
+"""Blanks at the end of a block, which are tokenized again with each continuation."""
+
 
 @dataclass(frozen=True)
 class BlockEnd:
@@ -86,7 +89,8 @@ def token_positions(
             others = [variant[end : end + AHEAD] for variant in place.variants]
             # Blanks at the end may become a part of those that follow, however many these are.
             most = len(text[:end].rstrip()) if place.open_ended else end
-            position = tokens.last_boundary(end, most, [*others, *following])
+            if end - most <= MOST_BLANKS:
+                position = tokens.last_boundary(end, most, [*others, *following])
         if position is not None and not (0 < position < len(ids) and tokens.are_of(ids, position)):
             position = None
         found.append(position)

@@ -43,11 +43,11 @@ def encode_chat(
     """The token ids of a rendered chat: what SGLang calls instead of its own `encode`. Inside
     `encoding` or `render_chat` something else is done with the text.
     """
+    if (texts := guard("texts")) is not None:
+        texts.check_rendered(text)
     instead = _instead.get()
     if instead is not None:
         return instead(text, encode_kwargs)
-    if (texts := guard("texts")) is not None:
-        texts.check_rendered(text)
     return encode_text(tokenizer, text, encode_kwargs, partial(encode, tokenizer))
 
 

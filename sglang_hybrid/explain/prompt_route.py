@@ -64,7 +64,10 @@ async def keep_from_scheduler(prompts: Any) -> None:
     assert asked is not None
     if not asked.found.done():
         prompt = prompts[0] if isinstance(prompts, list) else prompts
-        asked.found.set_result({"input_ids": list(prompt.input_ids), "tenant": _name(prompt)})
+        told = {"input_ids": list(prompt.input_ids), "tenant": _name(prompt)}
+        if prompt.return_logprob and prompt.logprob_start_len >= 0:
+            told["reusable"] = min(prompt.logprob_start_len, len(prompt.input_ids))
+        asked.found.set_result(told)
     await asked.closed.wait()
     raise asyncio.CancelledError
 
@@ -82,6 +85,7 @@ def _name(prompt: Any) -> str:
 @auth_level(AuthLevel.NORMAL)  # that of ROUTES, whose own check of keys is passed over
 async def prompt(route: str, request: Request) -> Response:
     """`{"input_ids": [...], "tenant": NAME}` for a body that ROUTE takes; NAME is `tenant_name`'s.
+    With `reusable`, the most tokens that can be hit, if it asks for log probabilities of them.
 
     Of a batch it is the first prompt. A body that ROUTE refuses gets ROUTE's status and answer.
     """

@@ -42,8 +42,11 @@ class Selection:
     imports: str
 
     def pml(self, user: str | None = None) -> str:
-        """The prompt, with a message of the user's behind the imports if there is one."""
-        asked = "" if user is None else f"<user>{escape(user)}</user>"
+        """The prompt, with a message of the user's, as it is, behind the imports."""
+        asked = ""
+        if user is not None:
+            text = escape(user, {"\r": "&#13;"})
+            asked = f'<user xml:space="preserve">{text}</user>'
         return f"<prompt schema={quoteattr(self.schema)}>{self.imports}{asked}</prompt>"
 
 

@@ -156,6 +156,15 @@ def test_long_chats_are_looked_at_around_the_place_only(
     assert watched.characters < 3 * len(long) + several
 
 
+def test_a_block_of_blanks_has_no_position(tokenizer: Any) -> None:
+    """Each continuation would be tokenized with all of them."""
+    text = "<|im_start|>user\nread this" + " " * 5_000
+    place = BlockEnd([text + MARK], open_ended=True)
+    watched = Watched(tokenizer)
+    assert token_positions(watched, {}, text + "b", tokenizer.encode(text + "b"), [place]) == [None]
+    assert watched.characters < 2 * len(text)
+
+
 def test_a_chat_is_rendered_without_being_tokenized() -> None:
     def encode(tokenizer: Any, text: str, kwargs: Any) -> list[int]:
         return [len(text)]

@@ -27,8 +27,8 @@ def rules(add: Callable[[str], None], brief: bool, language: Literal["en", "fr"]
                 add(" Soon.")
 
 
-def said(found: PythonSchema, **chosen: Any) -> str:
-    prompt = read_prompt(found(**chosen).pml("Who & when?"))
+def said(found: PythonSchema, user: str = "Who & when?", **chosen: Any) -> str:
+    prompt = read_prompt(found(**chosen).pml(user))
     return "".join(piece.text for piece in resolve(read_schema(found.pml), prompt).pieces)
 
 
@@ -45,6 +45,11 @@ def test_a_function_is_a_schema_and_its_call_a_selection() -> None:
         "fr",
         "brief",
     ]
+
+
+@pytest.mark.parametrize("user", ["def f():\n    return 1\n\n", " a\r\nb\r", "\n", "", "\t<&>"])
+def test_a_users_message_stays_as_it_is(user: str) -> None:
+    assert said(rules, user) == f"You keep an archive. {user}"
 
 
 def test_what_is_not_an_argument_or_a_case_is_named() -> None:

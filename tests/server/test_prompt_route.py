@@ -95,6 +95,22 @@ def test_a_tenant_in_a_header_has_the_name_that_it_has_in_a_body(url: str) -> No
     assert header == post(url, path, body | {"extra_key": "one"}).json()["tenant"] != ""
 
 
+def test_log_probabilities_of_a_prompt_are_not_hit(replicas: Replicas, url: str) -> None:
+    """Nor does a router expect it: else it would think that it knows the server wrongly."""
+    ids = random_prompt(100, 9)
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
+    assert post(url, "/generate", body).ok
+    settle(replicas, url)
+    for start, most, hit in ((-1, None, 99), (0, 0, 0), (40, 40, 0), (100, 100, 99)):
+        wanted = body | {"return_logprob": True, "logprob_start_len": start}
+        asked = post(url, PREFIX + "/generate", wanted).json()
+        assert asked.get("reusable") == most
+        choice = replicas.choose(asked["input_ids"], asked["tenant"], asked.get("reusable"))
+        replicas.on_answer(choice)
+        answer = post(url, "/generate", wanted).json()
+        assert answer["meta_info"]["cached_tokens"] == choice.position == hit
+
+
 def test_an_id_may_be_asked_for_and_then_be_sent(url: str) -> None:
     body = {"input_ids": [5, 6, 7], "rid": "the same", "sampling_params": {"max_new_tokens": 1}}
     for path in (PREFIX + "/generate", PREFIX + "/generate", "/generate"):
@@ -113,6 +129,29 @@ def test_a_prewarm_is_told_while_others_run(url: str) -> None:
         answer = requests.post(url + PREFIX + "/generate", json=asked, timeout=10)
         assert answer.json()["input_ids"] == asked["input_ids"]
         assert b"[DONE]" not in next(line for line in lines if line)
+
+
+def test_modules_that_are_asked_for_are_not_counted(url: str) -> None:
+    """And the value of a parameter is new when it is sent."""
+    module = '<module name="m">In <parameter name="days" length="5"/> days.</module>'
+    pml = f'<schema name="asked"><system>Plan.{module}</system></schema>'
+    assert post(url, "/v1/prompt_schemas", {"pml": pml}).ok
+    imports = '<prompt schema="asked"><m days="3"/></prompt>'
+    chat = {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 1}
+    generate = {"pml": imports, "text": " Go.", "sampling_params": {"max_new_tokens": 1}}
+    sent: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"model": "default", "prompt_schema": imports, **chat}),
+        ("/generate", generate),
+    ]
+    for route, body in sent:
+        assert post(url, PREFIX + route, body).ok
+    (told,) = requests.get(url + "/v1/prompt_schemas", timeout=60).json()
+    assert (told["name"], told["requests"]) == ("asked", 0)
+    for route, body in sent:
+        assert post(url, route, body).ok
+    told = requests.get(url + "/v1/prompt_schemas/asked", timeout=60).json()
+    assert told["requests"] == told["parts"][0]["parts"][1]["imports"] == 2
+    requests.delete(url + "/v1/prompt_schemas/asked", timeout=60)
 
 
 @pytest.mark.parametrize(

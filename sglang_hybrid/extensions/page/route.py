@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+import pathlib
 from collections.abc import Callable, Coroutine
 from functools import lru_cache
 from http import HTTPStatus
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -34,13 +34,14 @@ from sglang_hybrid.serving.flag_values import Ui
 from sglang_hybrid.serving.http_tenants import put_tenant
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.errors import Refused
+from sglang_hybrid.serving.requests.fields import INT64
 from sglang_hybrid.serving.stored_keys import stored_under
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from starlette.types import Scope
 
-FILES = Path(__file__).parent / "static"
+FILES = pathlib.Path(__file__).parent / "static"
 STYLE = "style.css"
 """The style that the page shares with the report of a replay (serving/style.css)."""
 
@@ -128,7 +129,7 @@ async def page() -> Response:
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def static(name: str) -> Response:
     if name == STYLE:
-        return FileResponse(Path(serving.__file__).with_name(STYLE))
+        return FileResponse(pathlib.Path(serving.__file__).with_name(STYLE))
     file = FILES / name
     if file not in FILES.rglob("*") or not file.is_file():
         raise Refused("there is no such file.", HTTPStatus.NOT_FOUND)
@@ -149,7 +150,7 @@ async def changes() -> Response:
 
 @router.get("/nodes/{rank}/{node}")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def about(rank: int, node: int) -> Response:
+async def about(rank: int, node: Annotated[int, Path(ge=0, lt=INT64)]) -> Response:
     """All that is known of a node of one rank's tree."""
     manager = _manager()
     asked = NodeReq(node=node, text=shown() is Ui.TEXT)

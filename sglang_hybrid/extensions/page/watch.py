@@ -58,9 +58,13 @@ class RankSnapshot:
     error: str = ""
 
     def take(self, told: WatchReqOutput, when: float) -> None:
-        """Bring the copy up to what a scheduler tells."""
+        """Bring the copy up to what a scheduler tells, and leave what it has told before out of its
+        events.
+        """
         if told.start:
             self.nodes.clear()
+            known = {_identity(event) for event in self.events}
+            told.events = [event for event in told.events if _identity(event) not in known]
         for row in told.nodes:
             self.nodes[row[0]] = row
         for node in told.gone:
@@ -186,6 +190,11 @@ class Watch:
         while not queue.empty():
             queue.get_nowait()
         queue.put_nowait(None)
+
+
+def _identity(event: dict[str, Any]) -> tuple[Any, ...]:
+    """Equal for events of which a scheduler tells twice."""
+    return tuple(event.get(name) for name in ("event", "tenant", "at", "request", "position"))
 
 
 def _event(message: dict[str, Any]) -> bytes:

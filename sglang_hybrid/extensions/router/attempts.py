@@ -30,8 +30,8 @@ def keep_trying(
     is put aside: for `pause` seconds, and twice as long each time, until an attempt has lasted for
     LONGEST_PAUSE.
 
-    on_error: called with one sentence, whether the replica could not be asked, and whether it is
-    put aside.
+    on_error: called with one sentence, whether the replica could not be asked (one that has not
+    answered in time may be busy), and whether it is put aside.
     """
     aside = pause
     while not closed.is_set():
@@ -40,7 +40,9 @@ def keep_trying(
             attempt()
             return
         except (OutOfStep, LostMessages, httpx.HTTPError) as error:
-            on_error(sentence(error), isinstance(error, httpx.HTTPError), False)
+            is_busy = isinstance(error, httpx.ReadTimeout)
+            is_away = isinstance(error, httpx.HTTPError) and not is_busy
+            on_error(sentence(error), is_away, False)
             wait = began + pause - time.monotonic()
         except Exception as error:
             on_error(sentence(error), False, True)

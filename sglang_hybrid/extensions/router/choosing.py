@@ -115,29 +115,33 @@ class Replicas:
         """The replicas that can be asked now."""
         return [one for one in self.followers.values() if one.is_reachable]
 
-    def choose(self, tokens: Tokens, tenant: str = "") -> Choice:
+    def choose(self, tokens: Tokens, tenant: str = "", reusable: int | None = None) -> Choice:
         """The replica with the least expected seconds to the first token: of the prefills that were
         sent there and are not answered, of loads, and of what is left of this prompt. Tokens that
         this prompt shares with one of those are prefilled once. Of similar ones it is the replica
         that was sent the fewest prompts. A prompt without tokens is one that nobody knows. Tell
         `on_answer` what became of it. Raises LookupError if no replica is reachable.
 
+        reusable: the number of its tokens that can be hit; None for all but the last one.
+
         A replica that is not in step, or does not say how fast it is, is no faster than the slowest
         of the others. One that is not in step has no room, and comes after those that are as good.
         """
         prompt = as_bytes(tokens)
         last = len(prompt) // TOKEN_BYTES - 1
+        most = last if reusable is None else min(last, reusable)
+        followers = self.followers  # one that goes meanwhile may be chosen
         with self._choosing:
             rates = [one.load.rate for one in self.reachable() if one.has_known_rate]
             slowest = min(rates, default=math.inf)
             choices = []
-            for resumable in self.index.resume(prompt, tenant):
+            for resumable in self.index.resume(prompt[: (most + 1) * TOKEN_BYTES], tenant):
                 name = resumable.replica
-                follower = self.followers.get(name)
+                follower = followers.get(name)
                 if follower is not None and follower.is_reachable:
                     load = follower.load
                     position, loading = load.way(resumable)
-                    found = max(position, min(last, load.on_its_way(tenant, prompt)))
+                    found = max(position, min(most, load.on_its_way(tenant, prompt)))
                     left = last + 1 - found if prompt else load.typical or 1.0
                     seconds = loading + load.seconds(left)
                     is_read = follower.is_in_step
@@ -155,7 +159,7 @@ class Replicas:
             chosen = min(alike, key=lambda each: each[1])
             _, (*_, name), position, seconds, left = chosen
             self._choices += 1
-            self.followers[name].load.on_choice(self._choices, tenant, prompt, left)
+            followers[name].load.on_choice(self._choices, tenant, prompt, left)
             others = tuple(each[1][-1] for each in choices if each is not chosen)
             return Choice(name, position, seconds, self._choices, others)
 

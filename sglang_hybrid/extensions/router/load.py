@@ -16,6 +16,7 @@ ASSUMED_RATE: Final = 10_000.0  # tokens per second of a server that has not mea
 RECENT: Final = 32  # predictions that are remembered
 TOO_MANY_WRONG: Final = 8  # of them: what is known of the replica is not true
 WEIGHT: Final = 0.1  # of the latest prompt in the typical prefill
+MOST_BYTES: Final = 64 << 20  # of the prompts that are kept; beyond, only their numbers are
 FORGOTTEN: Final = 60.0  # seconds after which nobody will say any more that an answer began
 
 
@@ -72,7 +73,9 @@ class ReplicaLoad:
             del self._unanswered[old]
         self.sent += 1
         self.typical += (left - self.typical) * (WEIGHT if self.typical else 1.0)
-        self._unanswered[number] = _Sent(tenant, prompt, left, now)
+        kept = sum(len(each.prompt) for each in self._unanswered.values())
+        known = prompt if kept + len(prompt) <= MOST_BYTES else b""
+        self._unanswered[number] = _Sent(tenant, known, left, now)
 
     def on_answer(self, number: int) -> None:
         """Note that request `number` has its first token, or has ended without one."""

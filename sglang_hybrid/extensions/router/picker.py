@@ -147,7 +147,7 @@ class Picker(ExternalProcessorServicer):
         prompt = Prompt([], "") if body is None else await self._prompt(exchange, body)
         tokens = numpy.asarray(prompt.input_ids, numpy.int64)
         try:
-            choice = self.replicas.choose(tokens, prompt.tenant)
+            choice = self.replicas.choose(tokens, prompt.tenant, prompt.reusable)
         except LookupError as error:
             self.failed += 1
             logger.warning("%s", error)

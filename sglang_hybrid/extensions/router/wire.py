@@ -101,10 +101,13 @@ class PageAnswer(msgspec.Struct):
 
 
 class Prompt(msgspec.Struct):
-    """The answer of POST /hybrid_cache/prompt/ROUTE: the tokens of a prompt, and its tenant."""
+    """The answer of POST /hybrid_cache/prompt/ROUTE: the tokens of a prompt, its tenant, and how
+    many of the tokens can be hit; None for all but the last one.
+    """
 
     input_ids: list[TokenId]
     tenant: Name
+    reusable: Count | None = None
 
 
 class KvEvents(msgspec.Struct):

@@ -43,6 +43,14 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     return await asyncio.get_running_loop().run_in_executor(_threads(), call)
 
 
+async def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """As `in_thread`, in one thread for what a client asks about what it has stored, which may take
+    many seconds: no prompt waits for it.
+    """
+    call = in_context(function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_aside(), call)
+
+
 async def in_thread_if_long(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `in_thread` for a request with a long body; for any other, the function itself."""
     if not _long.get():
@@ -70,6 +78,11 @@ def threads() -> ThreadPoolExecutor | None:
     which is the event loop's own.
     """
     return _threads() if _long.get() else None
+
+
+@cache
+def _aside() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "aside")
 
 
 @cache

@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -26,16 +27,18 @@ from sglang_hybrid.extensions.lab import systems as systems  # registers SGLang'
 from sglang_hybrid.extensions.lab.simulation.system_names import Setting, build_system
 from sglang_hybrid.extensions.lab.simulation.traces import generators
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import SGLANG, hits_within
+from sglang_hybrid.extensions.page import route as routes
 from sglang_hybrid.extensions.page import watch
 from sglang_hybrid.extensions.page.follower import AGAIN, NODES
 from sglang_hybrid.extensions.page.messages import (
     AskReq,
     NodeReq,
+    NodeReqOutput,
     WatchReq,
     WatchReqOutput,
     WhatIfReq,
 )
-from sglang_hybrid.extensions.page.route import is_of_page
+from sglang_hybrid.extensions.page.route import FILES, is_of_page
 from sglang_hybrid.extensions.page.view import READERS, PageView
 from sglang_hybrid.extensions.page.watch import MOST_WATCHERS, TooManyWatchers, Watch
 from sglang_hybrid.extensions.page.what_if import SIZES, scaled
@@ -362,6 +365,40 @@ def test_watchers_share_one_reader_and_there_is_a_limit(monkeypatch: pytest.Monk
     asyncio.run(look())
 
 
+def test_a_page_that_is_opened_again_is_told_of_each_request_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A scheduler tells a new reader of the requests that it remembers, also of those of which it
+    has told this process before.
+    """
+    it = server()
+    it.serve(run(50), [7])
+
+    async def ask(manager: Any, question: WatchReq, kind: Any) -> list[WatchReqOutput]:
+        return [page(it).watch(question)]
+
+    monkeypatch.setattr(watch, "ask_ranks", ask)
+    monkeypatch.setattr(watch, "EVERY", 0.001)
+    told = Watch(SimpleNamespace())  # type: ignore[arg-type]
+
+    async def requests_of_a_page() -> int:
+        stream, events = await told.stream(), list[Any]()
+        for _ in range(5):
+            message = msgspec.json.decode((await anext(stream)).removeprefix(b"data: "))
+            events += message.get("events", ())
+        await stream.aclose()
+        while told._task is not None:
+            await asyncio.sleep(0.01)
+        return sum(event["event"] == "request" for event in events)
+
+    async def look() -> list[int]:
+        found = [await requests_of_a_page()]
+        it.serve(run(60, 3), [7])
+        return [*found, await requests_of_a_page(), await requests_of_a_page()]
+
+    assert asyncio.run(look()) == [1, 2, 2]
+
+
 def test_who_joins_while_the_last_one_leaves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that is opened just after another was closed."""
     leaves, joined = asyncio.Event(), asyncio.Event()
@@ -392,6 +429,37 @@ def test_who_joins_while_the_last_one_leaves_is_told(monkeypatch: pytest.MonkeyP
             await asyncio.sleep(0.01)
 
     asyncio.run(look())
+
+
+def test_a_browser_that_connects_again_shows_nothing_twice(browser: Any) -> None:
+    root = [0, -1, 0, "", "", 0, 0.0, 0.0, 0, -1, None]
+    request = {"event": "request", "request": "a", "tenant": "", "at": 1.0, "route": "", "hit": 0}
+    request |= {"prompt": 9, "kv_only": 0, "missed": "nothing", "path": []}
+    past = {"rank": 0, "samples": [{"time": 1.0, "clock": 1.0}], "events": [request]}
+    whole = [{"rank": 0, "start": True, "nodes": [root]}, past]
+    stream = b"retry: 50\n\n" + b"".join(map(watch._event, whole))
+    connected = 0
+
+    def answer(route: Any) -> None:
+        nonlocal connected
+        path = route.request.url.partition("/hybrid_cache/")[2]
+        if path == "changes":
+            connected += 1
+            route.fulfill(body=stream, content_type="text/event-stream")
+        elif path == "static/style.css":
+            route.fulfill(body="")
+        else:
+            route.fulfill(path=FILES / (path.removeprefix("static/") or "index.html"))
+
+    opened = browser.new_page()
+    opened.route("**/*", answer)
+    opened.goto("http://a-server/hybrid_cache/")
+    while connected < 3:
+        opened.wait_for_timeout(20)
+    opened.wait_for_function("hybrid.ranks[0]?.requests.length > 0")
+    counts = "[hybrid.ranks[0].requests.length, hybrid.ranks[0].samples.length]"
+    assert opened.evaluate(counts) == [1, 1]
+    opened.close()
 
 
 @pytest.mark.parametrize(
@@ -436,3 +504,20 @@ def test_without_a_page_its_address_says_how_to_have_one(
     if shown == "off":
         answer = TestClient(app).get("/hybrid_cache/")
         assert answer.status_code == 404 and "--hybrid-ui" in answer.json()["error"]
+
+
+def test_an_id_that_no_node_can_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(manager: Any, question: NodeReq, kind: Any) -> list[NodeReqOutput]:
+        msgspec.msgpack.encode(question)
+        return [NodeReqOutput()]
+
+    monkeypatch.setenv("SGLANG_HYBRID_UI", "lengths")
+    monkeypatch.setattr(routes, "_manager", lambda: None)
+    monkeypatch.setattr(routes, "has_our_cache", lambda _: True)
+    monkeypatch.setattr(routes, "ask_ranks", ask)
+    app = FastAPI()
+    app.include_router(routes.router)
+    client = TestClient(app)
+    asked = {node: client.get(f"/hybrid_cache/nodes/0/{node}") for node in (7, 2**64, -(2**64))}
+    assert [answer.status_code for answer in asked.values()] == [200, 422, 422]
+    assert "gone" in asked[7].json()

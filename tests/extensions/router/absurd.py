@@ -35,7 +35,7 @@ INFO = {
     "kv_events": {"endpoint_host": "*", "endpoint_port_base": 1, "topic": "", "dp_size": 1},
 }
 BATCH = [0.5, PAGE["events"], 0]
-PROMPT = {"input_ids": [1, 2, 3], "tenant": ""}
+PROMPT = {"input_ids": [1, 2, 3], "tenant": "", "reusable": 2}
 
 VALUES: tuple[Value, ...] = (
     *(None, True, -1, 0, 1, 1.0, 0.5, -0.5, 300, 2**31, 2**63, 2**64, -(2**63), -(2**64)),

@@ -75,10 +75,10 @@ def test_one_that_was_right_for_long_is_put_aside_for_short(clock: Clock) -> Non
 
 
 def test_one_that_is_away_is_asked_again_each_second(clock: Clock) -> None:
-    away, lost = httpx.ReadTimeout("late"), OutOfStep("a gap")
-    waits, told = tried(clock, (0.25, away), (5, away), (0.5, lost), (0, None))
+    away, busy, lost = httpx.ConnectTimeout("gone"), httpx.ReadTimeout("late"), OutOfStep("a gap")
+    waits, told = tried(clock, (0.25, away), (5, busy), (0.5, lost), (0, None))
     assert waits == [0.75, -4, 0.5]
-    assert told == [("late", True, False)] * 2 + [("a gap", False, False)]
+    assert told == [("gone", True, False), ("late", False, False), ("a gap", False, False)]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from sglang_hybrid.extensions.router import Choice, Follower, ReplicaIndex, Repl
 from sglang_hybrid.extensions.router.choosing import addresses, endpoint_of
 from sglang_hybrid.extensions.router.load import TOO_MANY_WRONG
 from sglang_hybrid.extensions.router.program import table
+from sglang_hybrid.extensions.router.resumable import Resumable
 from sglang_hybrid.extensions.router.wire import KvEvents, Malformed
 from sglang_hybrid.serving.tenants import TenantNames
 from tests.extensions.router.server import (
@@ -264,6 +265,16 @@ def test_a_server_that_answers_late_is_busy_and_one_that_does_not_has_vanished(
         assert position(index, 1, 2) == 2
 
 
+def test_a_busy_server_whose_snapshot_is_wanted_has_not_vanished(server: Server) -> None:
+    with following(server, patience=2) as (follower, _):
+        server.goes_on.clear()
+        follower.resync()
+        wait_until(lambda: "ReadTimeout" in follower.error)
+        assert follower.is_reachable and not follower.is_in_step
+        server.goes_on.set()
+        wait_until(lambda: follower.is_in_step)
+
+
 def test_a_server_whose_thread_hangs_is_not_in_step(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,13 +343,14 @@ def test_the_replica_with_the_earliest_first_token_is_chosen(server: Server, oth
     server.rate = other.rate = 100.0
     with all_of(server, other) as replicas:
 
-        def choose() -> Choice:
+        def choose(reusable: int | None = None) -> Choice:
             """Nothing is left of the choice: it is answered at once."""
-            choice = replicas.choose([1, 2, 3])
+            choice = replicas.choose([1, 2, 3], reusable=reusable)
             replicas.on_answer(choice)
             return choice
 
         assert choose()[:3] == (server.url, 2, 0.01)
+        assert [choose(most).position for most in (0, 1, 2, 9)] == [0, 0, 2, 2]
         server.waiting = 9
         wait_until(lambda: replicas.followers[server.url].load.waiting == 9)
         assert choose()[:3] == (other.url, 0, 0.03)
@@ -397,6 +409,23 @@ def test_one_that_cannot_be_read_gets_what_the_others_have_no_time_for(
         is_read.set()
         assert [choice.replica for choice in choices] == [server.url, server.url, other.url]
         wait_until(lambda: follower.is_in_step)
+
+
+def test_a_server_may_go_while_it_is_chosen(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with all_of(server) as replicas:
+        load, everyone = replicas.followers[server.url].load, replicas.followers
+
+        def way(found: Resumable) -> tuple[int, float]:
+            replicas.followers = {}
+            return 0, 0.0
+
+        monkeypatch.setattr(load, "way", way)
+        choice = replicas.choose([1, 2, 3])
+        assert choice.replica == server.url
+        replicas.on_answer(choice, 2)
+        replicas.followers = everyone
 
 
 def test_loads_from_the_host_take_their_time(server: Server, other: Server) -> None:

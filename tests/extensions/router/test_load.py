@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from sglang_hybrid.core.tiers.rates import Tier
+from sglang_hybrid.extensions.router import load as load_module
 from sglang_hybrid.extensions.router.load import ASSUMED_RATE, FORGOTTEN, ReplicaLoad
 from sglang_hybrid.extensions.router.resumable import Resumable
 
@@ -52,6 +53,20 @@ def test_a_prompt_on_its_way_is_shared_by_its_tenant_only(load: ReplicaLoad) -> 
     assert load.on_its_way("", prompt(1, 2, 3, 4)) == 0
     load.on_answer(1)
     assert load.on_its_way("one", prompt(1, 2, 3, 5, 6)) == 2
+
+
+def test_prompts_on_their_way_take_a_bounded_memory(
+    load: ReplicaLoad, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_module, "MOST_BYTES", len(prompt(1, 2, 3)))
+    load.on_choice(1, "", prompt(1, 2), 2)
+    load.on_choice(2, "", prompt(3, 4), 2)  # one too many
+    load.on_choice(3, "", prompt(5), 1)
+    assert [load.on_its_way("", prompt(one, 2)) for one in (1, 3, 5)] == [2, 0, 1]
+    assert load.seconds(0) == pytest.approx(0.05)
+    load.on_answer(1)
+    load.on_choice(4, "", prompt(3, 4), 2)
+    assert load.on_its_way("", prompt(3, 4)) == 2
 
 
 def test_what_is_computed_sooner_is_not_loaded(load: ReplicaLoad) -> None:

@@ -12,6 +12,7 @@ import pytest
 from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.extensions.schemas.declared.modular import Segment
 from sglang_hybrid.extensions.schemas.declared.resolve import read_prompt
+from sglang_hybrid.extensions.schemas.endpoints import prewarm
 from sglang_hybrid.extensions.schemas.endpoints.actions import (
     imported_prompt,
     prepare_prewarm,
@@ -136,10 +137,51 @@ def test_a_rate_is_remembered_for_a_day_at_most() -> None:
     it = Steps(busy=1_000)
     for payer in "abc":
         asyncio.run(it.turns.take(100, 5e-324, payer=payer))
-    assert len(it.turns._due) == 3
     it.now += 86_400
-    asyncio.run(it.turns.take(100, 1.0, payer="a"))
-    assert list(it.turns._due) == ["a"]
+    began = it.now
+    for payer in "abc":
+        asyncio.run(it.turns.take(100, 1.0, payer=payer))
+    assert it.now - began < 10
+
+
+def test_rates_of_few_payers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prewarm, "MOST_PAYERS", 3)
+    it = Steps(busy=1_000)
+    for payer in "abcaefg":
+        asyncio.run(it.turns.take(1, 1.0, payer=payer))
+    assert list(it.turns._due) == ["e", "f", "g"]
+
+
+def test_many_that_wait_leave_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        await asyncio.Event().wait()
+
+    async def wait(count: int) -> None:
+        turns = PrewarmTurns(lambda: True)
+        tasks = [asyncio.create_task(turns.take(1, None)) for _ in range(count)]
+        await asyncio.wait(tasks, timeout=0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert turns._waiting == 0
+
+    monkeypatch.setattr(prewarm, "IDLE_CHECK", 1.0)
+    monkeypatch.setattr(prewarm, "asyncio", SimpleNamespace(sleep=sleep))
+    asyncio.run(wait(2_000))
+    assert slept[:20] == [1.0] * 20 and slept[-1] == 100.0
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized_for_its_rate() -> None:
+    asked = request(hints("hybrid.prewarm", {"tokens_per_second": 5}), text="a" * 2_000)
+    prepare_prewarm(asked)
+    manager: Any = SimpleNamespace(
+        tokenizer=pytest.fail, context_len=1, allow_auto_truncate=False, rid_to_state={}
+    )
+    with pytest.raises(ValueError, match="2,000 bytes"):
+        asyncio.run(take_turn(manager, asked, None))
 
 
 def test_a_client_that_goes_away_waits_no_more() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from sglang_hybrid.extensions.schemas.declared import budget as budget_module
+from sglang_hybrid.extensions.schemas.declared import tree as tree_module
 from sglang_hybrid.extensions.schemas.declared.budget import (
     best_prefixes,
     cost,
     saved,
 )
 from sglang_hybrid.extensions.schemas.declared.resolve import Import, Prompt, resolve
-from sglang_hybrid.extensions.schemas.declared.schema import read_schema
+from sglang_hybrid.extensions.schemas.declared.schema import inside, read_schema
 from sglang_hybrid.extensions.schemas.declared.tree import (
     Edge,
     PrefixNode,
@@ -92,6 +96,33 @@ def test_what_is_too_large_to_weigh_is_refused() -> None:
     many = "".join(f"<union>{modules(45)}</union>".replace('"m', f'"u{n}.') for n in range(40))
     with pytest.raises(ValueError, match="more than 20,000 ways"):
         tree(many)
+
+
+def test_a_schema_is_weighed_or_refused_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may send any: one whose unions all but repeat each other, or are nested."""
+    steps: Counter[str] = Counter()
+
+    def count(function: Any) -> None:
+        def counted(*args: Any, **more: Any) -> Any:
+            steps[function.__name__] += 1
+            return function(*args, **more)
+
+        monkeypatch.setattr(tree_module, function.__name__, counted)
+
+    count(inside)
+    count(replace)
+
+    def union(count: int, text: str, name: str) -> str:
+        inner = "".join(f'<module name="{name}{n}">{text}</module>' for n in range(count))
+        return f"<union>{inner}</union>"
+
+    wide = union(30, "", "a") + union(138, "", "b") + union(138, "text", "c")
+    with pytest.raises(ValueError, match="more than 20,000 ways"):
+        prefix_tree(read_schema(f'<schema name="s">{wide}</schema>'), len, {}, 0)
+    deep = '<union><module name="m">' * 10 + "text" + "</module></union>" * 10
+    prefix_tree(read_schema(f'<schema name="s">{deep}</schema>'), len, {}, 0)
+    assert steps["replace"] <= 3 * tree_module.MOST_EDGES
+    assert steps["inside"] < 1_000
 
 
 def test_a_node_is_reached_by_its_imports() -> None:

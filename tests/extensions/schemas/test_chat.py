@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.chats.fields import PromptSchema
 from sglang_hybrid.chats.rendering import encode_chat, render_chat
+from sglang_hybrid.extensions.guard import texts
 from sglang_hybrid.extensions.schemas.declared.registry import Registry
 from sglang_hybrid.extensions.schemas.declared.tokens import PromptTokenizer
 from sglang_hybrid.extensions.schemas.endpoints import chat as chat_completions
@@ -78,6 +79,19 @@ def test_modules_are_the_tokens_that_generate_has(chat: Chat, registry: Registry
     assert found.prompt_ids == beginning.tokenized.ids
     assert found.prompt_ids[: beginning.start] == generated.ids[: beginning.start]
     assert found.prompt_ids == generated.ids
+
+
+def test_a_chat_that_cannot_fit_is_not_tokenized(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_rendered(text: str) -> None:
+        if len(text) > 100_000:
+            raise ValueError("the text cannot fit")
+
+    monkeypatch.setattr(texts, "check_rendered", check_rendered)
+    assert chat(pml(GAME)).prompt_ids
+    with pytest.raises(ValueError, match="the text cannot fit"):
+        chat(pml(GAME), {"role": "user", "content": "a" * 100_000})
 
 
 def test_an_object_says_the_same_as_markup(chat: Chat) -> None:

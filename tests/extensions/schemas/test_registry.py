@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from sglang_hybrid.extensions.schemas.declared import registry
 from sglang_hybrid.extensions.schemas.declared.registry import NoSchema, Registry
+from sglang_hybrid.extensions.schemas.declared.tokens import PromptTokenizer
+from sglang_hybrid.serving.requests.encoded_pieces import KeptPieces
 from sglang_hybrid.serving.tenants import tenant
 
 A, B = tenant("a", None), tenant("b", None)
-NO_TOKENIZER: Any = None
+NO_TOKENIZER = PromptTokenizer(None)
+
+
+class Letters:
+    """A tokenizer with a token for each letter. encoded: what it was asked for."""
+
+    eos_token_id = None
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        self.encoded.append(text)
+        return {"input_ids": [7] * len(text)}
 
 
 def schema(name: str, size: int = 40) -> str:
@@ -90,13 +105,7 @@ def test_salts_of_one_client_are_bounded_together(monkeypatch: pytest.MonkeyPatc
 
 
 def test_places_of_modular_mode_are_laid_out_once() -> None:
-    class Lengths:
-        start = ()
-
-        def length(self, text: str) -> int:
-            return len(text)
-
-    kept = Registry(cast(Any, Lengths()))
+    kept = Registry(PromptTokenizer(Letters()))
     registered = kept.register(A, schema("one"))
     first = kept.layout(registered)
     assert first.end == 40
@@ -112,14 +121,17 @@ def test_schemas_are_listed_without_their_texts_being_tokenized() -> None:
 
 
 def test_a_text_of_a_schema_is_tokenized_once_however_many_others_come() -> None:
-    class Counts:
-        asked = 0
-
-        def length(self, text: str) -> int:
-            Counts.asked += 1
-            return len(text)
-
-    kept = Registry(NO_TOKENIZER)
+    letters = Letters()
+    kept = Registry(PromptTokenizer(letters, KeptPieces(most_bytes=0)))
     registered = kept.register(A, '<schema name="one"><module name="m">text</module></schema>')
-    first, again = registered.as_dict(Counts()), registered.as_dict(Counts())
-    assert first == again and Counts.asked == 1
+    assert registered.as_dict() == registered.as_dict()
+    assert letters.encoded == ["text"]
+
+
+def test_the_time_that_a_text_takes_tells_nothing_of_others() -> None:
+    letters = Letters()
+    kept = Registry(PromptTokenizer(letters))
+    for name, own in (("one", A), ("two", A), ("one", B)):
+        kept.register(own, f'<schema name="{name}"><module name="m">text</module></schema>')
+        kept.get(own, name).as_dict()
+    assert letters.encoded == ["text", "text"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +15,11 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
+from sglang_hybrid.extensions.schemas.declared import registry as registry_module
 from sglang_hybrid.extensions.schemas.declared.registry import NoSchema, Registry
 from sglang_hybrid.extensions.schemas.declared.tokens import PromptTokenizer
 from sglang_hybrid.extensions.schemas.endpoints import route
+from sglang_hybrid.serving.requests.long_requests import in_thread
 
 PML = "<schema name='one'><module name='m'>Text.</module></schema>"
 SAYS: list[dict[str, Any]] = [
@@ -71,6 +77,31 @@ def test_a_request_reaches_its_own_schema(
     registry.delete(("a", None), "one")
     foreign = client.request(method, "/v1/prompt_schemas" + path, **says)
     assert foreign.json() == [] if path == "" else foreign.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "name"), [("POST", "/one/lint", "lint"), ("GET", "/one", "described")]
+)
+def test_no_prompt_waits_for_what_is_asked_about_schemas(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, method: str, path: str, name: str
+) -> None:
+    begun, goes_on = threading.Semaphore(0), threading.Event()
+
+    def slow(*args: Any, **more: Any) -> list[Any]:
+        begun.release()
+        goes_on.wait()
+        return []
+
+    monkeypatch.setattr(route if name == "lint" else registry_module, name, slow)
+    asked = (method, "/v1/prompt_schemas" + path)
+    with ThreadPoolExecutor() as clients:
+        answers = [clients.submit(client.request, *asked) for _ in range(os.cpu_count() or 1)]
+        begun.acquire()
+        try:
+            asyncio.run(asyncio.wait_for(in_thread(int), 20))
+        finally:
+            goes_on.set()
+    assert {answer.result().status_code for answer in answers} == {200}
 
 
 def test_two_tenants_or_a_body_that_names_none_are_refused(client: TestClient) -> None:

@@ -16,6 +16,7 @@ from sglang_hybrid.extensions.disk.tier_folder import TIER
 from sglang_hybrid.extensions.schemas.declared import registry as registry_module
 from sglang_hybrid.extensions.schemas.declared.registry import Registry
 from sglang_hybrid.extensions.schemas.declared.saved import SavedSchemas, saved_schemas
+from sglang_hybrid.extensions.schemas.declared.tokens import PromptTokenizer
 
 A, B = ("a", "secret salt"), ("b", None)
 FACTS = {"model": "one"}
@@ -40,7 +41,7 @@ def start(folder: Path) -> Iterator[Start]:
         if running:
             running.pop().close()
         running.append(SavedSchemas(RankFolder(folder, FACTS, SCHEMAS)))
-        return Registry(None, running[0])  # type: ignore[arg-type]
+        return Registry(PromptTokenizer(None), running[0])
 
     yield started
     for one in running:

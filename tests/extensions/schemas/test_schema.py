@@ -298,11 +298,20 @@ def test_a_value_ends_the_exact_prefix_until_it_comes_back(registry: Registry) -
         plan = f'<travel-plan duration="{duration}"><overseas><bay/></overseas></travel-plan>'
         return f'<prompt schema="travel">{plan}<user>Go.</user></prompt>'
 
+    registry.expand(None, prompt("3 days"), counts=False)  # looked up and not sent
+    assert registry.get(None, "travel").requests == 0
     first, other = registry.expand(None, prompt("3 days")), registry.expand(None, prompt("a week"))
     again = registry.expand(None, prompt("3 days"))
     ends = [end.position for end in first.tokenized.ends if end.values]
     assert ends and not set(ends) & {*first.positions, *other.positions}
     assert set(ends) <= set(again.positions)
+
+
+def test_the_parts_of_a_stream_do_not_repeat_what_may_be_long(registry: Registry) -> None:
+    expanded = registry.expand(None, '<prompt schema="travel"/>')
+    assert expanded.on_answer({"finish_reason": None}) == {"schema": "travel"}
+    told = expanded.on_answer({"finish_reason": {"type": "stop"}})
+    assert told.keys() == {"schema", "ends", "declared", "warnings"}
 
 
 def test_a_value_that_is_too_long_is_named_with_its_limit(registry: Registry) -> None:

@@ -155,6 +155,11 @@ def test_requests_that_cannot_have_spans(more: dict[str, Any], sentence: str) ->
     assert sentence in str(error.value)
 
 
+@pytest.mark.parametrize("wrong", ["9", [9], {}, None])
+def test_an_answer_of_no_known_length_is_looked_at_by_the_checks_of_all(wrong: Any) -> None:
+    assert ask(said((0, 20)), sampling_params={"max_new_tokens": wrong}).input_ids == IDS
+
+
 def test_the_server_says_where_segments_are_stored() -> None:
     """Only tokens, spans and keys come from the client; equal segments have the same names."""
     request = ask(said((0, 20), (20, 40)), extra_key="a", cache_salt="s")

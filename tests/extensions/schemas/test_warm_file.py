@@ -16,7 +16,11 @@ from sglang_hybrid.extensions.schemas.endpoints.warm_file import prewarm, read_l
 
 SCHEMA = '<schema name="rules">text</schema>'
 LINES: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "Hello"}], "extra_key": "a"},
+    {
+        "messages": [{"role": "user", "content": "Hello\u2028there"}],  # no end of a line in JSON
+        "max_completion_tokens": 50,
+        "extra_key": "a",
+    },
     {"text": "refused"},
     {"pml": '<prompt schema="rules"/>', "sampling_params": {"temperature": 0}},
     {"schema": SCHEMA, "budget_mb": 5, "extra_key": "a"},
@@ -53,7 +57,8 @@ def test_each_line_becomes_requests_that_generate_nothing(
     tmp_path: Path, server: str, seen: list[tuple[str, str | None, Any]]
 ) -> None:
     file = tmp_path / "warm.jsonl"
-    file.write_text("\n\n".join(map(json.dumps, LINES)) + "\n")
+    lines = [json.dumps(line, ensure_ascii=False) for line in LINES]
+    file.write_text("\n\n".join(lines) + "\n", "utf-8")
     assert prewarm(file, server, "secret") == 3
     assert [path for path, _, _ in seen] == [
         "/v1/chat/completions",
@@ -64,7 +69,7 @@ def test_each_line_becomes_requests_that_generate_nothing(
     ]
     assert {key for _, key, _ in seen} == {"Bearer secret"}
     chat, _, prompt, schema, budget = (body for _, _, body in seen)
-    assert (chat["max_tokens"], chat["extra_key"]) == (0, "a")
+    assert (chat["max_tokens"], chat["max_completion_tokens"], chat["extra_key"]) == (0, None, "a")
     assert prompt["sampling_params"] == {"temperature": 0, "max_new_tokens": 0}
     assert schema == {"pml": SCHEMA, "extra_key": "a"}
     assert budget == {"budget_mb": 5, "extra_key": "a"}

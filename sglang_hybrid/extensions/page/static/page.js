@@ -70,9 +70,8 @@ function receive(message) {
 let source = null, answered = false;
 function connect() {
   source?.close();
-  ranks.length = 0;
   source = new EventSource("changes");
-  source.onopen = () => { answered = true; };
+  source.onopen = () => { answered = true; ranks.length = 0; waiting = []; }; // all is told anew, also where a browser connects again by itself
   source.onmessage = (event) => { receive(JSON.parse(event.data)); };
   source.onerror = async () => {
     $("state").textContent = "the server does not answer";
@@ -374,7 +373,7 @@ function frame() {
 }
 setInterval(() => {
   const rank = now();
-  if (!ranks.length) return;
+  if (!ranks.length || source.readyState !== EventSource.OPEN) return;
   const nodes = Math.max(0, rank.tree.nodes.size - 1);
   $("state").textContent = rank.error || `${paused ? "paused, " : ""}${nodes ? `${number(nodes)} stored pieces of prompts` : "the cache is empty: send a prompt"}, ${number(rank.running.length)} requests run`;
   $("tree-empty").hidden = nodes > 0;

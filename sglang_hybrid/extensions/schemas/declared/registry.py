@@ -50,14 +50,15 @@ class NoSchema(ValueError):
 
 @dataclass
 class Registered:
-    """A schema in use. imports: how often each module was imported, by its path. values: hashes of
-    parameters' values, the latest last. cached_tokens: of all prompts, from the cache. layout: for
-    modular mode, once it was asked for. saved: whether it outlives the server. lengths: tokens
-    of its texts, once they were asked for.
+    """A schema in use. tokenizer: of its tenant's texts. imports: how often each module was
+    imported, by its path. values: hashes of parameters' values, the latest last. cached_tokens: of
+    all prompts, from the cache. layout: for modular mode, once it was asked for. saved: whether it
+    outlives the server. lengths: tokens of its texts, once they were asked for.
     """
 
     schema: Schema
     size: int
+    tokenizer: PromptTokenizer
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -78,21 +79,16 @@ class Registered:
             "cached_tokens": self.cached_tokens,
         }
 
-    def as_dict(self, tokenizer: PromptTokenizer) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The answer to a request for the schema. Takes long if its texts are not tokenized yet."""
-        length = self.length(tokenizer)
-        parts = [described(part, length, self.imports) for part in self.schema.parts]
+        parts = [described(part, self.length, self.imports) for part in self.schema.parts]
         return {**self.summary(), "parts": parts}
 
-    def length(self, tokenizer: PromptTokenizer) -> Callable[[str], int]:
-        """A function from a text of the schema to its tokens."""
-
-        def tokens(text: str) -> int:
-            if text not in self.lengths:
-                self.lengths[text] = tokenizer.length(text)
-            return self.lengths[text]
-
-        return tokens
+    def length(self, text: str) -> int:
+        """Tokens of a text of the schema."""
+        if text not in self.lengths:
+            self.lengths[text] = self.tokenizer.length(text)
+        return self.lengths[text]
 
     def seen(self, imports: Sequence[Import]) -> bool:
         """True if an earlier prompt had these values of parameters; they are remembered from now
@@ -137,15 +133,21 @@ class Expanded:
     on_not_composed: Callable[[Mapping[str, Any]], None] = lambda told: None
 
     def on_answer(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
-        """`meta_info.prompt` of an answer; the last one is counted."""
-        if meta_info.get("finish_reason") is not None:
+        """`meta_info.prompt` of an answer, or of a part of one that is streamed; the last part is
+        counted, and has what may be long.
+        """
+        name = self.registered.schema.name
+        is_last = meta_info.get("finish_reason") is not None
+        if is_last:
             self.registered.prompt_tokens += meta_info.get("prompt_tokens", 0)
             self.registered.cached_tokens += meta_info.get("cached_tokens", 0)
         if self.modular is not None:
             told = modular_answer(meta_info, self.warnings, self.on_not_composed)
-            return {"schema": self.registered.schema.name, **told}
+            return {"schema": name, **told}
+        if not is_last:
+            return {"schema": name}
         return {
-            "schema": self.registered.schema.name,
+            "schema": name,
             "ends": [
                 {"module": "/".join(end.path), "position": end.position}
                 for end in self.tokenized.ends
@@ -186,7 +188,7 @@ class Registry:
 
     def register(self, tenant: Tenant, pml: str) -> Registered:
         """Keep a schema, in place of the tenant's earlier one of its name."""
-        registered = Registered(read_schema(pml), len(pml.encode()))
+        registered = self._registered(tenant, pml)
         own = self._own(tenant)
         name = registered.schema.name
         self._check_room(tenant, own, name, registered.size)
@@ -194,6 +196,10 @@ class Registry:
         if self._saved is not None:
             registered.saved = self._saved.save(tenant, name, pml)
         return registered
+
+    def _registered(self, tenant: Tenant, pml: str, *, saved: bool = False) -> Registered:
+        tokenizer = self.tokenizer.of(tenant)
+        return Registered(read_schema(pml), len(pml.encode()), tokenizer, saved=saved)
 
     def get(self, tenant: Tenant, name: str) -> Registered:
         """A schema of this tenant; raises NoSchema."""
@@ -230,7 +236,7 @@ class Registry:
         found: dict[str, Registered] = {}
         for name, pml in self._saved.take(tenant).items():
             with suppress(ValueError):  # an earlier version of ours took it
-                found[name] = Registered(read_schema(pml), len(pml.encode()), saved=True)
+                found[name] = self._registered(tenant, pml, saved=True)
         if found:
             self._schemas[tenant] = found
         return found
@@ -274,50 +280,62 @@ class Registry:
             )
 
     def expand(
-        self, tenant: Tenant, asked: str | Prompt, *, text: str = "", whole: str = ""
+        self,
+        tenant: Tenant,
+        asked: str | Prompt,
+        *,
+        text: str = "",
+        whole: str = "",
+        counts: bool = True,
     ) -> Expanded:
         """The tokens of a prompt, and the positions worth a checkpoint; the prompt is counted.
 
         asked: the prompt, or its markup. text: what stands behind it, as it is. whole: why this
-        server cannot compute modules apart, a sentence; empty if it can.
+        server cannot compute modules apart, a sentence; empty if it can. counts: False for a prompt
+        that is only looked up, which leaves no trace.
         """
         draft = self.draft(tenant, read_prompt(asked) if isinstance(asked, str) else asked)
         if text:
             draft = draft.followed_by(text)
-        return self.counted(draft, self.tokenizer.tokenized(draft.resolved), whole=whole)
+        tokenized = draft.registered.tokenizer.tokenized(draft.resolved)
+        return self.counted(draft, tokenized, whole=whole, counts=counts)
 
     def draft(self, tenant: Tenant, prompt: Prompt) -> Draft:
         """The imports of a prompt of this tenant, in the schema's order."""
         registered = self.get(tenant, prompt.schema)
         return Draft(registered, prompt, resolve(registered.schema, prompt))
 
-    def counted(self, draft: Draft, tokenized: Tokenized, *, whole: str = "") -> Expanded:
+    def counted(
+        self, draft: Draft, tokenized: Tokenized, *, whole: str = "", counts: bool = True
+    ) -> Expanded:
         """A drafted prompt with the positions worth a checkpoint: ends of modules before the first
         value of a parameter, and behind it if these values came before. Its imports are counted.
 
-        tokenized: the tokens of the draft. whole: see `expand`.
+        tokenized: the tokens of the draft. whole, counts: see `expand`.
         """
         registered, prompt, whole = draft.registered, draft.prompt, whole or self.whole
         warnings = [*draft.resolved.warnings, *([whole] if whole and prompt.modular else [])]
         segments = None
         if prompt.modular and not whole:
             segments = modular(self.layout(registered), draft.resolved)
-        registered.requests += 1
-        registered.imports.update(_paths(prompt.imports, ()))
-        hot = registered.seen(prompt.imports)
+        hot = False
+        if counts:
+            registered.requests += 1
+            registered.imports.update(_paths(prompt.imports, ()))
+            hot = registered.seen(prompt.imports)
         positions = [] if segments is not None else worthwhile(tokenized, hot=hot)
         return Expanded(registered, tokenized, positions, warnings, segments)
 
     def layout(self, registered: Registered) -> Layout:
         """The places of the schema's texts in modular mode; made once for each schema."""
         if registered.layout is None:
-            registered.layout = Layout(registered.schema, self.tokenizer)
+            registered.layout = Layout(registered.schema, registered.tokenizer)
         return registered.layout
 
     def expand_path(self, registered: Registered, imports: Sequence[Import]) -> Tokenized:
         """The tokens of a prompt that only imports."""
         prompt = Prompt(registered.schema.name, tuple(imports))
-        return self.tokenizer.tokenized(resolve(registered.schema, prompt))
+        return registered.tokenizer.tokenized(resolve(registered.schema, prompt))
 
 
 def worthwhile(tokenized: Tokenized, *, hot: bool) -> list[int]:

@@ -20,6 +20,7 @@ from sglang_hybrid.extensions.schemas.declared.schema import (
 from sglang_hybrid.extensions.schemas.declared.xml import Element, MarkupError, parse
 
 MODES = ("exact", "modular")
+SPACE = "{http://www.w3.org/XML/1998/namespace}space"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def read_prompt(text: str) -> Prompt:
             if child.strip():
                 tail.append((None, tidy(child)))
         elif child.tag in ROLES:
-            tail.append((child.tag, tidy(_only_text(child))))
+            tail.append((child.tag, _message(child)))
         elif tail:
             raise child.error(f"<{child.tag}> is imported behind new text; imports come first.")
         else:
@@ -232,7 +233,12 @@ def _import(element: Element) -> Import:
     return Import(element.tag, element.attributes, tuple(inner), element.line, element.column)
 
 
-def _only_text(element: Element) -> str:
-    if element.attributes or any(not isinstance(child, str) for child in element.children):
+def _message(element: Element) -> str:
+    """The text of a message, as it is with xml:space="preserve"."""
+    space = element.attributes.get(SPACE, "default")
+    if element.attributes.keys() - {SPACE} or space not in ("default", "preserve"):
+        raise element.error(f'<{element.tag}> of a prompt may have xml:space="preserve" alone.')
+    if any(not isinstance(child, str) for child in element.children):
         raise element.error(f"<{element.tag}> of a prompt holds text only.")
-    return "".join(child for child in element.children if isinstance(child, str))
+    text = "".join(child for child in element.children if isinstance(child, str))
+    return text if space == "preserve" else tidy(text)

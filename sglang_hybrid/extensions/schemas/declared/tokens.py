@@ -12,6 +12,7 @@ from typing import Any
 from sglang_hybrid.extensions.schemas.declared.resolve import Piece, Resolved
 from sglang_hybrid.extensions.schemas.declared.roles import NoRoles, RoleTexts, role_texts
 from sglang_hybrid.serving.requests.encoded_pieces import KeptPieces
+from sglang_hybrid.serving.tenants import Tenant
 
 MOST_BYTES = 64 << 20
 """Memory of the tokens that are kept; those of the values that prompts give are among them."""
@@ -54,16 +55,24 @@ class Tokenized:
 class PromptTokenizer:
     """Tokenizes pieces apart, so that each one's tokens depend on its own text only.
 
-    tokenizer: of transformers. Its chat template writes what stands around the messages.
+    tokenizer: of transformers. Its chat template writes what stands around the messages. kept: the
+    tokens of texts. owner: whose texts these are; 64 bytes at most.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, kept: KeptPieces | None = None, owner: bytes = b"") -> None:
         self._tokenizer = tokenizer
-        self._kept = KeptPieces(MOST_BYTES)
+        self._kept = KeptPieces(MOST_BYTES) if kept is None else kept
+        self._owner = owner
+
+    def of(self, tenant: Tenant) -> PromptTokenizer:
+        """One for the texts of a tenant, whom the time that it takes tells nothing of others."""
+        owner = blake2b(repr(tenant).encode("utf-8", "surrogatepass"), digest_size=32).digest()
+        return PromptTokenizer(self._tokenizer, self._kept, owner)
 
     def stored_ids(self, text: str) -> Ids:
         """The tokens of a text that many prompts have; those of the latest texts are kept."""
-        key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        encoded = text.encode("utf-8", "surrogatepass")
+        key = blake2b(encoded, digest_size=16, key=self._owner).digest()
         (kept,) = self._kept.get([key])
         if kept is not None:
             return tuple(kept)

@@ -8,7 +8,7 @@ node where it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -115,8 +115,8 @@ def _chain(parts: tuple[Part, ...]) -> int:
     """The number of parts on the longest path."""
     total = 0
     for part in parts:
-        ways = [_chain(way.parts) for way in part.modules] if isinstance(part, Union) else []
-        total += 1 + max(ways, default=_chain(inside(part)))
+        ways = [way.parts for way in part.modules] if isinstance(part, Union) else [inside(part)]
+        total += 1 + max(map(_chain, ways))
     return total
 
 
@@ -151,14 +151,18 @@ class _Shapes:
         key = tuple((id(part), path) for part, path in steps)
         if key not in self._known:
             edges = self._edges(steps)
+            self._check(edges)
             self._edges_left -= len(edges)
-            if self._edges_left < 0:
-                raise ValueError(
-                    f"the schema's parts can follow each other in more than {MOST_EDGES:,} ways; "
-                    "its prefixes cannot be weighed."
-                )
             self._known[key] = Shape(edges)
         return self._known[key]
+
+    def _check(self, edges: Sequence[Edge]) -> None:
+        """Raise ValueError if there are more edges with these than may be."""
+        if len(edges) > self._edges_left:
+            raise ValueError(
+                f"the schema's parts can follow each other in more than {MOST_EDGES:,} ways; "
+                "its prefixes cannot be weighed."
+            )
 
     def _edges(self, steps: Steps) -> list[Edge]:
         if not steps:
@@ -187,6 +191,7 @@ class _Shapes:
                 replace(edge, share=edge.share * (count + 1) / total, imports=(own, *edge.imports))
                 for edge in inner.edges
             ]
+            self._check(edges)
         skipped = (left + 1) / total
         edges += [replace(edge, share=edge.share * skipped) for edge in self.after(rest).edges]
         return edges

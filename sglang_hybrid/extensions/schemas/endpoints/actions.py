@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from sglang_hybrid.chats.fields import PromptSchema
+from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.core.returns.hints import IMPORT, PREWARM
 from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.explain.prompt_route import is_asked_only
@@ -17,6 +18,7 @@ from sglang_hybrid.extensions.schemas.endpoints.chat import prompt_of
 from sglang_hybrid.extensions.schemas.endpoints.prewarm import gone_from, turns_of
 from sglang_hybrid.serving.requests.fields import check_single
 from sglang_hybrid.serving.requests.kv_hints import take
+from sglang_hybrid.serving.requests.long_requests import in_thread_if_long
 from sglang_hybrid.serving.requests.payloads import read_rate
 from sglang_hybrid.serving.tenants import tenant_of_prompt
 
@@ -77,13 +79,19 @@ async def take_turn(manager: TokenizerManager, request: Any, http: fastapi.Reque
     waits: Waits | None = getattr(request, "prewarm", None)
     if waits is None or is_asked_only():
         return
-    tokens = 0
-    if waits.rate is not None:
-        ids = request.input_ids
-        tokens = len(ids) if ids else len(manager.tokenizer(request.text or "")["input_ids"])
+    tokens = 0 if waits.rate is None else await _length(manager, request)
     own = tenant_of_prompt(request)
     payer = None if own is None else own.payer
     await turns_of(manager).take(tokens, waits.rate, gone_from(http), payer)
+
+
+async def _length(manager: TokenizerManager, request: Any) -> int:
+    """Tokens of a request's prompt. Raises ValueError for a text that cannot fit."""
+    if request.input_ids or not request.text or manager.tokenizer is None:
+        return len(request.input_ids or ())
+    if (texts := guard("texts")) is not None:
+        texts.check_text(manager, request.text)
+    return len((await in_thread_if_long(manager.tokenizer, request.text))["input_ids"])
 
 
 def one_prompt(request: Any, kind: str) -> None:

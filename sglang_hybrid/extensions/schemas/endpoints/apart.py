@@ -77,8 +77,8 @@ def ask_apart(
         return lambda told: None
     if isinstance(request.sampling_params, list):
         raise ValueError("sampling_params is a list; a prompt of modules is a single one.")
-    answer = (request.sampling_params or {}).get("max_new_tokens") or 0
-    last = prompt.last_position + answer
+    answer = (request.sampling_params or {}).get("max_new_tokens")
+    last = prompt.last_position + (answer if isinstance(answer, int) else 0)  # checked later
     if last >= manager.context_len:
         raise ValueError(
             f"the places of modules, the new text and the answer end at position {last:,}; the "

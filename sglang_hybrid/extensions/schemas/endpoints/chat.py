@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_hybrid.chats.fields import ImportedModule, PromptSchema
 from sglang_hybrid.chats.rendering import encoding
+from sglang_hybrid.explain.prompt_route import is_asked_only
 from sglang_hybrid.extensions.schemas.declared.registry import Draft, Registry
 from sglang_hybrid.extensions.schemas.declared.resolve import Import, Piece, Prompt, read_prompt
 from sglang_hybrid.extensions.schemas.declared.roles import split_at
@@ -93,7 +94,9 @@ def begin_with_schema(manager: Any, adapted: Any, processed: Any) -> None:
     if adapted.input_ids is None:
         raise ValueError("prompt_schema is for chats of text; send images without it.")
     whole = apart.why_whole(manager) or ("" if beginning.plain else OTHER_FRAMES)
-    expanded = registry_of(manager).counted(beginning.draft, beginning.tokenized, whole=whole)
+    expanded = registry_of(manager).counted(
+        beginning.draft, beginning.tokenized, whole=whole, counts=not is_asked_only()
+    )
     expanded.start = beginning.start
     if expanded.modular is not None:
         continued = adapted.input_ids[len(beginning.tokenized.ids) :]
@@ -121,12 +124,12 @@ class _Writer:
 
     def __init__(self, registry: Registry, request: Any) -> None:
         self.beginning: Beginning | None = None
-        self._tokenizer: PromptTokenizer = registry.tokenizer
         check_single(request, ("extra_key", "cache_salt"), "prompt_schema")
         if request.input_ids is not None:
             raise ValueError("the request has prompt_schema and input_ids; give one of them.")
         own = tenant(request.extra_key, request.cache_salt)
         self._draft = registry.draft(own, prompt_of(request.prompt_schema))
+        self._tokenizer: PromptTokenizer = self._draft.registered.tokenizer
         self._pieces = self._draft.resolved.pieces
         for piece in self._pieces:
             if piece.role is None:

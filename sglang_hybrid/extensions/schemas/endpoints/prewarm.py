@@ -25,8 +25,17 @@ if TYPE_CHECKING:
 IDLE_CHECK = 0.02
 """Seconds between two checks whether requests run."""
 
+AT_ONCE = 20
+"""Prompts that wait and look so often; more of them look more seldom, so that the event loop, in
+which they look, has time for other requests.
+"""
+
 LONGEST_WAIT = 86_400.0
 """Seconds that a rate holds up a payer's next prompt at most, and that it is remembered: a day."""
+
+
+MOST_PAYERS = 1 << 12
+"""Payers whose rates are remembered, the latest ones: a client may name any number of them."""
 
 
 class Unasked:
@@ -44,12 +53,10 @@ class Prepared:
     positions: list[int]
 
 
-def plan_for(
-    registry: Registry, registered: Registered, budget: int, state_bytes: int, kv_bytes: int
-) -> Plan:
+def plan_for(registered: Registered, budget: int, state_bytes: int, kv_bytes: int) -> Plan:
     """The prefixes of a schema that are worth most within `budget` bytes, by the imports seen."""
     root = prefix_tree(
-        registered.schema, registry.tokenizer.length, registered.imports, registered.requests
+        registered.schema, registered.length, registered.imports, registered.requests
     )
     return best_prefixes(root, budget, state_bytes, kv_bytes)
 
@@ -84,6 +91,7 @@ class PrewarmTurns:
         self._busy = busy
         self._clock = clock
         self._due: dict[str | None, float] = {}
+        self._waiting = 0
 
     async def take(
         self,
@@ -101,13 +109,19 @@ class PrewarmTurns:
             if gone is not None and await gone():
                 raise ValueError("the client went away before its prompt was computed.")
             now = self._clock()
-            self._due = {each: due for each, due in self._due.items() if due > now}
-            if not self._busy() or (rate is not None and payer not in self._due):
+            due = max(now, self._due.get(payer, now))
+            if not self._busy() or (rate is not None and due == now):
                 break
-            await asyncio.sleep(IDLE_CHECK)
+            self._waiting += 1
+            try:
+                await asyncio.sleep(IDLE_CHECK * max(1.0, self._waiting / AT_ONCE))
+            finally:
+                self._waiting -= 1
         if rate is not None:
-            due = self._due.get(payer, now) + tokens / rate
-            self._due[payer] = min(due, now + LONGEST_WAIT)
+            self._due.pop(payer, None)  # so that the first one is that of the longest ago
+            self._due[payer] = min(due + tokens / rate, now + LONGEST_WAIT)
+            if len(self._due) > MOST_PAYERS:
+                del self._due[next(iter(self._due))]
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang_hybrid.explain.ranks import ask_ranks, has_our_cache
 from sglang_hybrid.extensions.schemas.declared.registry import Registered, Registry
 from sglang_hybrid.extensions.schemas.declared.tree import PrefixNode, as_imports, prefix_tree
-from sglang_hybrid.serving.requests.long_requests import in_thread
+from sglang_hybrid.serving.requests.long_requests import aside
 from sglang_hybrid.serving.stored_keys import stored_under
 from sglang_hybrid.serving.tenants import Tenant
 
@@ -45,7 +45,7 @@ async def residency(
     if not has_our_cache(manager):
         return None
     try:
-        prefixes, more = await in_thread(_likeliest, registry, registered)
+        prefixes, more = await aside(_likeliest, registry, registered)
     except ValueError:  # there are too many to weigh
         return None
     places = await _places(manager, own, prefixes)
@@ -64,8 +64,9 @@ async def residency(
 
 def _likeliest(registry: Registry, registered: Registered) -> tuple[list[AskedPrefix], bool]:
     """Parents first. Raises ValueError if the schema has too many prefixes to weigh."""
-    length = registered.length(registry.tokenizer)
-    root = prefix_tree(registered.schema, length, registered.imports, registered.requests)
+    root = prefix_tree(
+        registered.schema, registered.length, registered.imports, registered.requests
+    )
     found: list[AskedPrefix] = []
     tokens = came = 0
     waiting: list[tuple[float, int, PrefixNode, int, int]] = []

@@ -16,6 +16,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.core.records.pin import Priority
 from sglang_hybrid.core.returns.hints import IMPORT
+from sglang_hybrid.explain.prompt_route import is_asked_only
 from sglang_hybrid.extensions.schemas.declared.registry import NoSchema, Registry
 from sglang_hybrid.extensions.schemas.declared.resolve import read_prompt
 from sglang_hybrid.extensions.schemas.declared.xml import MOST_BYTES, MarkupError
@@ -30,7 +31,12 @@ from sglang_hybrid.serving.http_tenants import put_tenant
 from sglang_hybrid.serving.requests import payloads
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.fields import check_single
-from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
+from sglang_hybrid.serving.requests.long_requests import (
+    LONG,
+    aside,
+    in_thread,
+    in_thread_if_long,
+)
 from sglang_hybrid.serving.routes import SCHEMAS_PATH
 from sglang_hybrid.serving.tenants import Tenant, tenant
 
@@ -134,7 +140,7 @@ async def register(request: Request) -> JSONResponse:
     new = await read_json(request, NewSchema, MOST_BODY, "that of a schema may have", SCHEMA)
     put_tenant(new, request)
     registered = registry.register(tenant(new.extra_key, new.cache_salt), new.pml)
-    return JSONResponse(await in_thread_if_long(registered.as_dict, registry.tokenizer))
+    return JSONResponse(await in_thread_if_long(registered.as_dict))
 
 
 @router.get("")
@@ -152,7 +158,7 @@ async def one_schema(name: str, own: Own) -> JSONResponse:
     """
     registry = _registry()
     found = registry.get(own, name)
-    told = await in_thread(found.as_dict, registry.tokenizer)
+    told = await aside(found.as_dict)
     places = await residency(_manager(), registry, own, found)
     return JSONResponse({**told, "residency": places})
 
@@ -178,21 +184,20 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
     own = tenant(asked.extra_key, asked.cache_salt)
     registered = registry.get(own, name)
     if asked.mode == "modular":
-        layout = await in_thread(registry.layout, registered)
+        layout = await aside(registry.layout, registered)
         return JSONResponse(await apart.compute_all(manager, own, layout, request))
     rate, pinned = _checked(asked)
     sizes = await _sizes(manager)
     if not sizes:
         raise ValueError("this server does not run sglang_hybrid's cache.")
-    plan = await in_thread(
+    plan = await aside(
         prewarming.plan_for,
-        registry,
         registered,
         _budget(asked, sizes),
         sizes["state_bytes"],
         sizes["kv_bytes_per_token"],
     )
-    prompts = await in_thread(prewarming.prompts_for, registry, registered, plan.nodes)
+    prompts = await aside(prewarming.prompts_for, registry, registered, plan.nodes)
     await prewarming.prefill(manager, own, prompts, rate, pinned, request)
     return JSONResponse(
         {
@@ -246,10 +251,10 @@ async def lint_schema(name: str, own: Own) -> JSONResponse:
     found = registry.get(own, name)
     sizes = await _sizes(_manager())
     kv = sizes.get("kv_bytes_per_token") or 0
-    findings = await in_thread(
+    findings = await aside(
         lint,
         found.schema,
-        found.length(registry.tokenizer),
+        found.length,
         state_tokens=sizes["state_bytes"] // kv if kv else 0,
         counts=dict(found.imports),
         requests=found.requests,
@@ -282,7 +287,8 @@ async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     registry = registry_of(manager)
     prompt = read_prompt(asked) if isinstance(asked, str) else asked
     run = in_thread if registry.size(own, prompt.schema) > LONG else in_thread_if_long
-    expanded = await run(registry.expand, own, prompt, text=text, whole=whole)
+    counts = not is_asked_only()
+    expanded = await run(registry.expand, own, prompt, text=text, whole=whole, counts=counts)
     request.input_ids = expanded.tokenized.ids
     apart.ask(manager, request, expanded)
     request.text = request.pml = None

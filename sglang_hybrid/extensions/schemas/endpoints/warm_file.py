@@ -33,7 +33,7 @@ def read_lines(path: Path) -> dict[int, Posts]:
     """
     text = read_text(path, MOST_BYTES)
     found: dict[int, Posts] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -101,7 +101,8 @@ def _posts(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 {"budget_mb": body["budget_mb"], **tenant},
             )
     elif "messages" in body:
-        yield "/v1/chat/completions", {"model": "default", **body, "max_tokens": 0}
+        nothing = {"max_tokens": 0, "max_completion_tokens": None}
+        yield "/v1/chat/completions", {"model": "default", **body, **nothing}
     elif {"text", "input_ids", "pml"} & body.keys():
         given = body.get("sampling_params") or {}
         if not isinstance(given, dict):
