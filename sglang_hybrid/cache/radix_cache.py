@@ -217,7 +217,7 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         return order
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
-        self.slots.send_back_if_waiting(params)
+        self.slots.send_back_if_waiting(params.req)
         if params.req is not None and fields_of(params.req).imported is not None:
             params = self.modular_prompts().prepare(params)
         result = self._just_ranked(params) or super()._match_tree(params)

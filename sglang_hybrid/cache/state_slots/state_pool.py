@@ -13,8 +13,8 @@ from sglang_hybrid.core.checkpoints.checkpoint_plan import slot_budget_for
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
@@ -55,20 +55,15 @@ class PoolStateSlots:
         """Requests that run, or will."""
         return self._decoding
 
-    def send_back_if_waiting(self, params: MatchPrefixParams) -> None:
-        """Called before a look-up: give back the slot that an earlier look-up of the request took,
-        if it still waits, and this one takes none or nothing is to be copied into that slot.
+    def send_back_if_waiting(self, req: Req | None) -> None:
+        """Called before a look-up: give back the slot that an earlier look-up of the request took
+        for a copy of a state, if it still waits for that. The state might be evicted meanwhile.
 
         SGLang leaves it there when it asks the disk again for what the device has lost of a waiting
-        prompt (scheduler.py:4261-4264). The state to be copied might be evicted meanwhile. It also
-        leaves it with a request of a session that did not join the batch (4294), and would prefill
-        on whatever is in it, without clearing it, if the state is gone by the next look-up.
+        prompt (scheduler.py:4261-4264). What does not join a batch has given it back
+        (`HybridPrefillAdder.add_one_req`).
         """
-        req = params.req
-        if req is None or req.kv.holds_kv:
-            return
-        copied = req.kv.mamba_cow_src_index is not None
-        if copied != params.cow_mamba:
+        if req is not None and req.kv.mamba_cow_src_index is not None and not req.kv.holds_kv:
             send_back(req, self._cache.req_to_token_pool)
 
     def free(self) -> int:

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 
 from sglang_hybrid.cache.request.lookups import NoSlotForHit
-from sglang_hybrid.cache.state_slots.slots import free_slots, send_back
+from sglang_hybrid.cache.state_slots.slots import free_slots
 from sglang_hybrid.cache.tree.kv_components import value_len
 from sglang_hybrid.core.checkpoints.admission import Skip
 from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
@@ -96,8 +96,6 @@ class RobustMamba(MambaComponent):
         node = self.tree_core.node_by_id(result.best_match_node)
         elsewhere = self._parts.elsewhere
         readable = elsewhere is None or elsewhere.make_readable(node)
-        if not readable:  # what an earlier look-up was to copy belongs to a hit, not to a miss
-            send_back(req, self.cache.req_to_token_pool)
         if not readable or (
             state is not None and not req.kv.holds_mamba and not self._room_for_a_copy(result)
         ):
