@@ -209,7 +209,16 @@ def test_missing_segments_are_computed_for_the_same_tenant_and_adapter() -> None
         request.expanded.on_answer({"hybrid_cache": told, "finish_reason": None})
         assert not apart._computing
         request.expanded.on_answer({"hybrid_cache": told, "finish_reason": {}})
+        again: Any = GenerateReqInput(
+            input_ids=IDS, kv_hints=hints(said((0, 20), (20, 40))), sampling_params={}, **fields
+        )
+        await spans.ask_spans(serving, again)
+        again.expanded.on_answer({"hybrid_cache": told, "finish_reason": {}})  # it is under way
         await asyncio.gather(*apart._computing)
+        for _ in range(3):  # samples of the same prompt
+            request.expanded.on_answer({"hybrid_cache": told, "finish_reason": {}})
+        await asyncio.gather(*apart._computing)
+        assert not apart._under_way
 
     asyncio.run(answered())
     (one,) = sent

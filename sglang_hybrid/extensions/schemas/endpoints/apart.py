@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 _computing: set[asyncio.Task[None]] = set()  # tasks, which nobody else holds
+_under_way: set[tuple[Any, ...]] = set()  # their segments, each with its tenant and its adapter
 
 
 @lru_cache(maxsize=1)
@@ -90,15 +91,27 @@ def ask_apart(
     places = tuple((one.start, len(one.ids)) for one in prompt.segments)
     server_part(request).imported = Imported(places, prompt.position, key)
 
+    begun: set[int] = set()  # by an earlier sample of the prompt
+
     def on_not_composed(told: Mapping[str, Any]) -> None:
         registry_of(manager).whole = told.get("composes_nothing", "")
-        segments = [prompt.segments[number] for number in told.get("missing_segments", ())]
-        if not segments:
+        missing = [at for at in told.get("missing_segments", ()) if at not in begun]
+        begun.update(missing)
+        names = {(key, salt, adapter, prompt.segments[at]): None for at in missing}
+        new = [name for name in names if name not in _under_way]
+        if not new:
             return
+        segments = [segment for *_, segment in new]
         work = compute_apart(manager, key, salt, segments, adapter=adapter)
         task = asyncio.get_running_loop().create_task(work)
         _computing.add(task)
-        task.add_done_callback(_computing.discard)
+        _under_way.update(new)
+
+        def on_done(task: asyncio.Task[None]) -> None:
+            _computing.discard(task)
+            _under_way.difference_update(new)
+
+        task.add_done_callback(on_done)
 
     return on_not_composed
 
