@@ -20,7 +20,7 @@ from rich.table import Table
 
 from sglang_hybrid.core.options import server_url, whole
 from sglang_hybrid.core.programs import Parser, program
-from sglang_hybrid.core.sentences import plain, say
+from sglang_hybrid.core.sentences import escape, print_line
 from sglang_hybrid.extensions.lab.measure import Measured, Server, fit, measure
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PrefillTime
 
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str]) -> int:
         seed=options.seed,
         done=lambda: next(steps, None),
     )
-    about = plain(f"fit_prefill.py on {Path(server.model).name}")
+    about = escape(f"fit_prefill.py on {Path(server.model).name}")
     about += f", {options.device}" if options.device else ""
     fitted = fit(server.ask, measured, about, options.seed)
     fitted.write(options.out)
     _show(measured, fitted)
-    say(f"written to {options.out}")
+    print_line(f"written to {options.out}")
     return 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sglang_hybrid.core.options import whole
 from sglang_hybrid.core.programs import Parser, program
-from sglang_hybrid.core.sentences import say
+from sglang_hybrid.core.sentences import print_line
 from sglang_hybrid.extensions.cpu.models import ARCHITECTURES, build_tiny_model
 from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE, MODELS, SCALES
 from sglang_hybrid.serving.flag_values import TRAINED
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         targets = {options.architecture: options.output}
     for name, directory in targets.items():
-        say(build_tiny_model(name, directory, seed=options.seed, scale=options.scale))
+        print_line(build_tiny_model(name, directory, seed=options.seed, scale=options.scale))
     return 0
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_hybrid.core.options import LAST_PORT, whole
-from sglang_hybrid.core.sentences import plain
+from sglang_hybrid.core.sentences import escape
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
 TOKENS = 40
@@ -177,7 +177,7 @@ def print_table(rows: list[Row]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
     for row in rows:
-        answer = plain(row.answer.strip())
+        answer = escape(row.answer.strip())
         console.print(f"{row.name}: {answer}", markup=False, highlight=False)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from sglang_hybrid.core.extensions import OFF
 from sglang_hybrid.core.options import MOST_SECONDS, number, read_by, whole
-from sglang_hybrid.core.sentences import meant
+from sglang_hybrid.core.sentences import suggest
 from sglang_hybrid.core.tiers.rates import parse_links
 
 SMALLER_CODECS: Final = ("bf16", "int8")
@@ -241,7 +241,7 @@ def _known(kind: type[Enum], name: str, text: str) -> str:
     """`name`, which is a value of an Enum, of a flag's `text`. Raises ArgumentTypeError."""
     names = [each.value for each in kind]
     if name not in names:
-        near = meant(name, names)
+        near = suggest(name, names)
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}{near}")
     return name
 

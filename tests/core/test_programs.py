@@ -52,11 +52,11 @@ def test_a_program_whose_output_nobody_reads_any_more_ends_in_silence() -> None:
     """The program writes to a pipe such as `head`, which ends after some lines."""
     code = (
         "from sglang_hybrid.core.programs import program\n"
-        "from sglang_hybrid.core.sentences import say\n"
+        "from sglang_hybrid.core.sentences import print_line\n"
         "@program\n"
         "def main(_):\n"
         "    while True:\n"
-        "        say('x' * 1_000)\n"
+        "        print_line('x' * 1_000)\n"
         "raise SystemExit(main([]))\n"
     )
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -14,7 +14,7 @@ from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.named_files import read_json
 from sglang_hybrid.core.options import MOST_PROCESSES, MOST_SECONDS, number, port, read_by, whole
 from sglang_hybrid.core.programs import Parser, UsageError
-from sglang_hybrid.core.sentences import plain, shown
+from sglang_hybrid.core.sentences import escape, quote
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic.requests import Request
@@ -184,7 +184,7 @@ def name_of(options: argparse.Namespace) -> str:
     """A name for what is replayed. Raises UsageError."""
     if (options.trace is None) == (options.generate is None):
         raise UsageError("give a trace or --generate KIND, one of them")
-    return plain(options.generate or options.trace.name.split(".")[0])
+    return escape(options.generate or options.trace.name.split(".")[0])
 
 
 def traffic_of(options: argparse.Namespace, console: Console) -> Sequence[Request]:
@@ -375,7 +375,7 @@ def _pools(text: str) -> list[Split] | str:
         try:
             tokens, slots = (read(part) for read, part in zip(count, parts, strict=True))
         except (ValueError, argparse.ArgumentTypeError):
-            raise ValueError(f"pools are written as TOKENS:SLOTS, not {shown(pool)}") from None
+            raise ValueError(f"pools are written as TOKENS:SLOTS, not {quote(pool)}") from None
         pools.append(Split(tokens, slots))
     return pools
 
@@ -384,7 +384,7 @@ def _routers(text: str) -> list[str]:
     routings = text.split(",")
     for routing in routings:
         if routing not in ROUTERS:
-            raise ValueError(f"unknown routing {shown(routing)}; known are {', '.join(ROUTERS)}")
+            raise ValueError(f"unknown routing {quote(routing)}; known are {', '.join(ROUTERS)}")
     return routings
 
 

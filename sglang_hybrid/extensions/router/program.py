@@ -20,7 +20,7 @@ from rich.text import Text
 
 from sglang_hybrid.core.options import host, port, server_url, whole
 from sglang_hybrid.core.programs import FAILED, Parser, program
-from sglang_hybrid.core.sentences import plain, say
+from sglang_hybrid.core.sentences import escape, print_line
 from sglang_hybrid.extensions.router import Replicas
 from sglang_hybrid.serving.requests.secrets import read_key
 
@@ -37,10 +37,10 @@ def table(replicas: Replicas) -> Table:
         step = "yes" if follower.is_in_step else follower.error or "reads"
         numbers = [held.nodes, held.tokens, *held.positions, load.waiting]
         share = f"{load.right:,} of {load.right + load.wrong:,}"
-        row = [name, plain(step), *(f"{number:,}" for number in numbers), share]
+        row = [name, escape(step), *(f"{number:,}" for number in numbers), share]
         found.add_row(*map(Text, row))  # no markup
     for name, error in sorted(replicas.errors.items()):
-        found.add_row(Text(name), Text(plain(error)))
+        found.add_row(Text(name), Text(escape(error)))
     return found
 
 
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"{error}: install the extra 'router' (pyproject.toml)") from None
         except RuntimeError as error:  # gRPC's, where it cannot listen; ServerFailed, with a log
             for line in f"error: {error}".splitlines():
-                say(line, sys.stderr)
+                print_line(line, sys.stderr)
             return FAILED
     return 0
 

@@ -26,7 +26,7 @@ from sglang_hybrid.core.returns.hints import (
     Hint,
     PromptHints,
 )
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.serving.headers import value
 from sglang_hybrid.serving.requests.payloads import (
     check_fields,
@@ -99,7 +99,7 @@ def _check_kind(action: Any) -> None:
     kind = action.action_type
     if kind not in KNOWN:
         raise ValueError(
-            f"kv_hints has the action {shown(kind)}; of those that begin with {PREFIX} this server "
+            f"kv_hints has the action {quote(kind)}; of those that begin with {PREFIX} this server "
             f"knows {', '.join(KNOWN)}."
         )
     _check_version(kind, action.action_version)
@@ -112,7 +112,7 @@ def _check_kind(action: Any) -> None:
 def _check_version(kind: str, version: Any) -> None:
     if version != VERSION:
         raise ValueError(
-            f"kv_hints has version {shown(version)} of {kind}; this server knows version "
+            f"kv_hints has version {quote(version)} of {kind}; this server knows version "
             f"{VERSION!r}."
         )
 
@@ -182,12 +182,12 @@ def with_headers(kv_hints: Any, headers: Mapping[str, str]) -> Any:
             kv_hints = write(PromptHints(session=Hint.parse(session)), kv_hints)
         except ValueError as error:
             raise ValueError(
-                f"the header X-Hybrid-{SESSION_HEADER} is {shown(session)}; {error}."
+                f"the header X-Hybrid-{SESSION_HEADER} is {quote(session)}; {error}."
             ) from None
     if exact is not None:
         if exact != "true":
             raise ValueError(
-                f"the header X-Hybrid-{EXACT_HEADER} is {shown(exact)}; it may be 'true'."
+                f"the header X-Hybrid-{EXACT_HEADER} is {quote(exact)}; it may be 'true'."
             )
         kv_hints = write(PromptHints(exact=True), kv_hints)
     return kv_hints
@@ -221,6 +221,6 @@ def take(kv_hints: Any, kind: str) -> tuple[Mapping[str, Any] | None, Any]:
     _check_version(kind, found[0].get("action_version"))
     payload = found[0].get("payload", {})
     if not isinstance(payload, dict):
-        raise ValueError(f"the payload of {kind} is {shown(payload)}; it must be an object.")
+        raise ValueError(f"the payload of {kind} is {quote(payload)}; it must be an object.")
     rest = [one for one in actions if one is not found[0]]
     return payload, {**envelope, "actions": rest} if rest else None

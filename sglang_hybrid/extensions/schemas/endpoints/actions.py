@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from sglang_hybrid.chats.fields import PromptSchema
 from sglang_hybrid.core.returns.hints import IMPORT, PREWARM
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.explain.prompt_route import is_asked_only
 from sglang_hybrid.extensions.schemas.endpoints.chat import prompt_of
 from sglang_hybrid.extensions.schemas.endpoints.prewarm import gone_from, turns_of
@@ -48,7 +48,7 @@ def imported_prompt(request: Any) -> Prompt | None:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the payload"
         raise ValueError(
-            f"{place} of {IMPORT} is {shown(first['input'])}: {first['msg']}."
+            f"{place} of {IMPORT} is {quote(first['input'])}: {first['msg']}."
         ) from None
     request.kv_hints = rest
     return prompt
