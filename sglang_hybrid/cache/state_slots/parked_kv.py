@@ -195,7 +195,7 @@ class ParkedKv:
         return True
 
     def _vacate_slot(self) -> None:
-        row, old, new, owners = self._places.leave_a_row()
+        row, old, new, owners = self._places.vacate_row()
         for name in np.unique(owners).tolist():
             mine = self._of[name]
             at = np.searchsorted(old, mine).clip(max=len(old) - 1)

@@ -71,7 +71,7 @@ class Request:
         return len(kept.packed) if isinstance(kept, TokenRuns) else kept.nbytes
 
 
-class Fresh:
+class FreshTokens:
     """Negative ids for tokens of which nothing is known: no two of 2**31 in a row are alike."""
 
     def __init__(self) -> None:

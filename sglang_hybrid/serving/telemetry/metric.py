@@ -43,7 +43,7 @@ class Metrics:
         self._metrics = list(metrics)
         self._labels = labels
         self._registered: dict[str, Any] = {}
-        self._seen: defaultdict[tuple[str, Labels], float] = defaultdict(float)
+        self._exported: defaultdict[tuple[str, Labels], float] = defaultdict(float)
         self.update()
 
     def update(self) -> None:
@@ -66,8 +66,8 @@ class Metrics:
         if metric.is_gauge:
             one.set(value)
         else:
-            one.inc(value - self._seen[metric.name, labels])
-            self._seen[metric.name, labels] = value
+            one.inc(value - self._exported[metric.name, labels])
+            self._exported[metric.name, labels] = value
 
 
 def _register(metric: Metric, common: Iterable[str]) -> Any:
