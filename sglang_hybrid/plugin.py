@@ -136,28 +136,28 @@ def _settle_states() -> None:
     def handle_platform_defaults(
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
-        from sglang_hybrid.cache.memory_choice import take_one_memory
+        from sglang_hybrid.cache.memory_choice import choose_one_memory
         from sglang_hybrid.hooks.needs import Need
 
         previous(server_args)
         misfit = patching.lacking().get(Need.UNIFIED_MEMORY)
-        take_one_memory(server_args, misfit.why if misfit else "")
+        choose_one_memory(server_args, misfit.why if misfit else "")
 
     @register_resolution_hook("handle_page_major_kv_layout")
     def handle_page_major_kv_layout(
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
-        from sglang_hybrid.cache.memory_choice import keep_where_sglang_can
+        from sglang_hybrid.cache.memory_choice import fall_back_to_two_pools
 
-        keep_where_sglang_can(server_args, previous)
+        fall_back_to_two_pools(server_args, previous)
 
     @register_resolution_hook("handle_mamba_backend")
     def handle_mamba_backend(
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
-        from sglang_hybrid.cache.resolution import settle_states
+        from sglang_hybrid.cache.resolution import resolve_state_flags
         from sglang_hybrid.hooks import needs
 
         previous(server_args)
         needs.refuse(patching.lacking(), server_args)
-        settle_states(server_args)
+        resolve_state_flags(server_args)

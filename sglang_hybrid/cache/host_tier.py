@@ -302,9 +302,9 @@ class HostTierCache(HybridRadixCache):
             time.sleep(POLL_SECONDS)
 
     @property
-    def requests_wait(self) -> bool:
+    def has_waiting_requests(self) -> bool:
         """True if requests waited when a batch was last filled."""
-        return self.plans.prefix_wait.any_wait
+        return self.plans.prefix_wait.has_waiting
 
     # Reports.
 

@@ -223,7 +223,7 @@ def _full_hits(cache: HybridRadixCache, params: CacheInitParams) -> FullHits | N
 def _plan_decodes(parts: Parts, params: CacheInitParams) -> None:
     """Decodes leave the states that prefills do not."""
     if parts.planner is None:
-        decode.leave_to_sglang()
+        decode.use_sglang_grid()
         return
     lazily = get_exec().mamba.enable_mamba_extra_buffer_lazy
     decode.plan_for(params.page_size, max_speculative_num_draft_tokens(), lazily=lazily)

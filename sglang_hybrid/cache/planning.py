@@ -97,7 +97,7 @@ class PrefillPlans:
 
     def on_next_chunk(self, req: Req) -> None:
         """The prefill of ``req`` goes on. Requests may have come since its last chunk."""
-        if self.planner is not None and self.prefix_wait.any_wait:
+        if self.planner is not None and self.prefix_wait.has_waiting:
             self.planner.want_branches(req, self.prefix_wait.shared(req))
 
     def on_admitted(self, req: Req) -> None:

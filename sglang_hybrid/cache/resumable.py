@@ -47,7 +47,7 @@ class ResumableView:
 
     def publish(self) -> None:
         """Tell the readers what has changed."""
-        if self._events.has_news and self.scheduler is not None:
+        if self._events.has_changes and self.scheduler is not None:
             self.scheduler.kv_events_publisher.publish_kv_events()
 
     def answer(self, asked: ResumableReq) -> ResumableReqOutput:

@@ -80,7 +80,7 @@ class Tuning:
         self.splits = SplitWatch(setup, self.recent, lambda: parts.in_force, path)
 
     @property
-    def listens(self) -> bool:
+    def needs_requests(self) -> bool:
         """True if it must be told of requests that ended."""
         return (self.tuner, self.file, self.recorder) != (None, None, None)
 

@@ -110,9 +110,9 @@ def send_to_prefix(controller: Any, request: Any, *more: Any, **named: Any) -> N
 def tell_of_closed_session(controller: Any, request: Any) -> None:
     """The cache learns which requests of a closed session nobody continued."""
     session = controller.sessions.get(request.session_id)
-    if session is not None and hasattr(controller.tree_cache, "session_closed"):
+    if session is not None and hasattr(controller.tree_cache, "on_session_close"):
         nodes = session.req_nodes.values()
-        controller.tree_cache.session_closed([node.req for node in nodes if not node.children])
+        controller.tree_cache.on_session_close([node.req for node in nodes if not node.children])
 
 
 def compute_hidden_states(_: int, request: Any, *__: Any) -> int | None:

@@ -44,7 +44,7 @@ class FullHits:
         """A prefill batch begins to be filled."""
         self._may_join = True
 
-    def on_other(self) -> None:
+    def on_computed_request(self) -> None:
         """A request that must be computed joined the batch."""
         self._may_join = False
 
@@ -84,7 +84,7 @@ class FullHits:
         """True if the prefill of `req`, which resumes at `hit_len`, shall leave the state behind
         its prompt: the prompt was asked before, as its last token in the tree shows.
         """
-        last = hit_len == len(req.origin_input_ids) - 1 and self._may_be(req)
+        last = hit_len == len(req.origin_input_ids) - 1 and self._can_skip_forward(req)
         again = last and self._cache.tree_core.following(req, hit_len) is not None
         self._wants[req] = again
         return again
@@ -130,7 +130,7 @@ class FullHits:
         held = sum(kept.nbytes for kept in self._kept.values())
         return {"kept": len(self._kept), "bytes": held, "answered": self.answered}
 
-    def _may_be(self, req: Req) -> bool:
+    def _can_skip_forward(self, req: Req) -> bool:
         """True if a hidden state says all that `req` wants to know."""
         return not (
             req.output_ids  # it was retracted
@@ -146,7 +146,7 @@ class FullHits:
         last token; None if there is none with KV and state on the device.
         """
         core = self._cache.tree_core
-        if len(params.key) != len(req.origin_input_ids) - 1 or not self._may_be(req):
+        if len(params.key) != len(req.origin_input_ids) - 1 or not self._can_skip_forward(req):
             return None
         end = core.following(req, len(params.key)) if core.is_plain else None
         if end is None or len(end.key) != 1 or end.evicted:

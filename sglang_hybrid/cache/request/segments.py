@@ -92,7 +92,7 @@ class ModularPrompts:
         whole = bool(asked.segments) and not known.composed
         self._set_placement(req, asked, whole=whole)
         # The transition of a segment is that of all its tokens, so all are computed.
-        alone = not asked.segments and with_states and not self._why_never()
+        alone = not asked.segments and with_states and not self._why_not_composed()
         if not whole and not alone:
             return params
         nothing = self._key(params.key, params.key.token_ids[:0], params.key.extra_key)
@@ -151,14 +151,14 @@ class ModularPrompts:
         cache, whole = self._cache, Composition()
         if not asked.segments or cache.page_size > 1 or cache.disable:
             return whole
-        if cache.supports_mamba() and (why := self._why_never()):
+        if cache.supports_mamba() and (why := self._why_not_composed()):
             return Composition(why_never=why)
         if fields_of(req).hints.exact:
             return whole
         with ExitStack() as held:
-            return self._compose_held(req, key, asked, held)
+            return self._compose_locked(req, key, asked, held)
 
-    def _compose_held(
+    def _compose_locked(
         self, req: Req, key: RadixKey, asked: Imported, held: ExitStack
     ) -> Composition:
         """held: what is looked up is held until it ends, so that it stays where it is."""
@@ -225,7 +225,7 @@ class ModularPrompts:
         """
         cache, slot = self._cache, None
         if self._states is not None:
-            slot = cache.slots.take() if self._in_slots(segments) else None
+            slot = cache.slots.take() if self._fetch_states(segments) else None
             if slot is None:
                 return None, None
         evict_from_tree_cache(cache, tokens)
@@ -234,13 +234,13 @@ class ModularPrompts:
             cache.slots.give_back(slot)
         return target, slot
 
-    def _in_slots(self, nodes: Sequence[int]) -> bool:
+    def _fetch_states(self, nodes: Sequence[int]) -> bool:
         """Give the states of these nodes, which are held, a slot where they lie in the place of KV;
         False if there are none.
         """
         cache, spilled = self._cache, self._cache.spilled
         return spilled is None or all(
-            node not in spilled or (cache.slots.make_room() and spilled.bring_back(node))
+            node not in spilled or (cache.slots.make_room() and spilled.unspill(node))
             for node in nodes
         )
 
@@ -255,7 +255,7 @@ class ModularPrompts:
             for rows in pool.get_kv_buffer(layer):
                 rows[target] = rows[source]
 
-    def _why_never(self) -> str:
+    def _why_not_composed(self) -> str:
         """The reason why no states are composed here, a sentence; empty if they are."""
         if self._states is None:
             self._states = extension("schemas.composition.states").SegmentStates(self._cache)

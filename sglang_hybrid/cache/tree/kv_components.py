@@ -34,7 +34,7 @@ class CountedFull(FullComponent):
         if EvictLayer.DEVICE in target:
             if not self._has_state(node):
                 self._parts.stats.evicted[Evicted.KV.value] += 1
-            self.kv_dropped(node)
+            self.on_kv_loss(node)
             if self._parts.elsewhere is not None:
                 self._parts.elsewhere.on_kv_eviction(node)
         freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
@@ -69,7 +69,7 @@ class CountedFull(FullComponent):
         super().redistribute_on_node_split(new_parent, child)
         coded.split(new_parent, child)
 
-    def kv_dropped(self, node: UnifiedTreeNode) -> None:
+    def on_kv_loss(self, node: UnifiedTreeNode) -> None:
         """The leaf `node` loses its KV."""
 
     def _has_state(self, node: UnifiedTreeNode) -> bool:

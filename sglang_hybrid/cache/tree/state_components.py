@@ -211,7 +211,7 @@ class RobustMamba(MambaComponent):
     ) -> None:
         had_state = not is_new_leaf and node.component_data[self.component_type].value is not None
         if self._parts.coded is not None and had_state:
-            self._parts.coded.give_way(node)
+            self._parts.coded.drop_coded_state(node)
         super().commit_insert_component_data(node, is_new_leaf, *args, **kwargs)
         if had_state:
             self._parts.stats.skipped[Skip.DUPLICATE.value] += 1
@@ -219,7 +219,7 @@ class RobustMamba(MambaComponent):
             publication = self._publication
             kind = Kind.UNKNOWN if publication is None else publication.committed()
             self._parts.stats.admitted[kind.value] += 1
-            self.state_given(node, kind)
+            self.on_state_gain(node, kind)
 
     def evict_component(
         self,
@@ -239,13 +239,13 @@ class RobustMamba(MambaComponent):
             whole = node in self.tree_core.evictable_device_leaves
             what = Evicted.LEAF if whole else Evicted.STATE
             self._parts.stats.evicted[what.value] += 1
-            self.state_dropped(node, what)
+            self.on_state_loss(node, what)
         return freed
 
-    def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
+    def on_state_gain(self, node: UnifiedTreeNode, kind: Kind) -> None:
         """`node` just got a state."""
 
-    def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
+    def on_state_loss(self, node: UnifiedTreeNode, what: Evicted) -> None:
         """`node` just lost its state."""
 
     def _skip(self, req: Req, kind: Kind) -> Skip | None:
