@@ -65,7 +65,7 @@ def _add_warm_up(module: ModuleType) -> None:
     """SGLang knows our warm-up by its name, in each process that has warm-ups."""
     from sglang_hybrid.serving import warm_up
 
-    module.warmup(warm_up.NAME)(warm_up.hit)
+    module.warmup(warm_up.NAME)(warm_up.send_hits)
 
 
 def register() -> None:

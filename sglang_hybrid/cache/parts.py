@@ -36,7 +36,7 @@ from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.serving.flag_values import Eviction
 from sglang_hybrid.serving.telemetry.stats import CacheStats
 from sglang_hybrid.serving.telemetry.tiers import TierStats
-from sglang_hybrid.storage.codecs.in_use import on_device
+from sglang_hybrid.storage.codecs.in_use import device_codecs
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -133,7 +133,7 @@ def build_parts(
     memory = shared_memory(allocator)
     account = None if memory is None else memory.account
     measured, stats = measured_cost(cost, params), CacheStats()
-    coded, codecs = None, on_device()
+    coded, codecs = None, device_codecs()
     if codecs is not None and not params.disable:
         from sglang_hybrid.cache.coded.entries import CodedEntries
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.checkpoints.last_hidden import Answers, LastHidden, Wanted
+from sglang_hybrid.checkpoints.last_hidden import Answers, HiddenCapture, LastHidden
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import fields_of
 
@@ -36,7 +36,7 @@ class FullHits:
         self._kept: OrderedDict[int, LastHidden] = OrderedDict()  # by the node at the prompt's end
         self._found: PerRequest[LastHidden] = PerRequest()
         self._wants: PerRequest[bool] = PerRequest()
-        self._under_way: PerRequest[tuple[Wanted, int]] = PerRequest()
+        self._under_way: PerRequest[tuple[HiddenCapture, int]] = PerRequest()
         self._may_join = True
         self.answered = 0
 
@@ -104,7 +104,7 @@ class FullHits:
             return
         rows = [row for row, req in enumerate(batch.reqs) if self._wants.pop(req)]
         if rows:
-            batch.last_hidden = wanted = Wanted(rows)
+            batch.last_hidden = wanted = HiddenCapture(rows)
             for number, row in enumerate(rows):
                 self._under_way[batch.reqs[row]] = wanted, number
 

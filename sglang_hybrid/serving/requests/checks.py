@@ -22,7 +22,7 @@ from sglang_hybrid.serving.names import check_name
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.requests.cache_fields import CacheFields, server_part
 from sglang_hybrid.serving.requests.ids import own_ids, refuse_health_check
-from sglang_hybrid.serving.routes import asked_route
+from sglang_hybrid.serving.routes import current_route
 from sglang_hybrid.serving.stored_keys import check_key
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def check(
         said = said.joined(part.hints)
         if part.place is not None:
             said = said.joined(part.place(ids))
-        part.fields = CacheFields(said, part.imported, asked_route())
+        part.fields = CacheFields(said, part.imported, current_route())
         if said.exact and (request.session_params or {}).get("id"):
             raise ValueError(
                 f"a request of a session asks for {EXACT}; its session's KV may come from "

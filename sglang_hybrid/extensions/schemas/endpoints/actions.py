@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from sglang_hybrid.chats.fields import PromptSchema
 from sglang_hybrid.core.returns.hints import IMPORT, PREWARM
 from sglang_hybrid.core.sentences import quote
-from sglang_hybrid.explain.prompt_route import is_asked_only
+from sglang_hybrid.explain.prompt_route import is_prompt_query
 from sglang_hybrid.extensions.schemas.endpoints.chat import prompt_of
 from sglang_hybrid.extensions.schemas.endpoints.prewarm import gone_from, turns_of
 from sglang_hybrid.serving.requests.fields import check_single
@@ -75,7 +75,7 @@ async def take_turn(manager: TokenizerManager, request: Any, http: fastapi.Reque
     http: the HTTP request that it came with, if it did.
     """
     waits: Waits | None = getattr(request, "prewarm", None)
-    if waits is None or is_asked_only():
+    if waits is None or is_prompt_query():
         return
     tokens = 0
     if waits.rate is not None:

@@ -145,9 +145,9 @@ def coded() -> Iterator[None]:
     from sglang_hybrid.storage.codecs.codecs import Codec
     from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 
-    in_use.use(CodecPlan.uniform(Codec.BF16))
+    in_use.set_codecs(CodecPlan.uniform(Codec.BF16))
     yield
-    in_use.use(CodecPlan())
+    in_use.set_codecs(CodecPlan())
 
 
 @pytest.mark.usefixtures("coded")
