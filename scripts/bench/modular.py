@@ -37,7 +37,7 @@ from scripts.train.documents import (
 from scripts.train.hybrids import TINY, Hybrid, Kind, Sizes
 from scripts.train.recall import BOTH, STATES, Answers, Reach, answer, prefill
 from scripts.train.segments import Apart, append, composed, encode
-from sglang_hybrid.core.options import whole
+from sglang_hybrid.core.options import integer
 from sglang_hybrid.extensions.cpu.models import build_tiny_model
 from sglang_hybrid.extensions.cpu.models.lexicon import STEMS
 from sglang_hybrid.extensions.schemas.composition.losses import MOST_POINTS
@@ -64,7 +64,7 @@ SECONDS_FOR_FRAMES = 5
 
 def modular(
     *kinds: Annotated[Kind, "recurrent layers; all three if none is given"],
-    steps: Annotated[int, whole(0), "of training; with 0 there are only the times"] = 480,
+    steps: Annotated[int, integer(0), "of training; with 0 there are only the times"] = 480,
     sequences: Annotated[Count, "prompts of each task and number of documents"] = 4,
     repeats: Annotated[Count, "of each time, of which the shortest counts"] = 2,
     served: Annotated[bool, "time servers instead, of models that are not trained"] = False,
@@ -237,7 +237,7 @@ def _served(url: str) -> list[str]:
     pml = f"<schema name='documents'><user>{unions}</user></schema>"
     post(url, "/v1/prompt_schemas", {"pml": pml})
     orders = [[(at + turn) % DOCUMENTS for at in range(DOCUMENTS)] for turn in range(DOCUMENTS)]
-    whole = [_first_token_of(url, order, "exact") for order in orders]
+    integer = [_first_token_of(url, order, "exact") for order in orders]
     begin = perf_counter()
     post(url, "/v1/prompt_schemas/documents/prewarm", {"mode": "modular"})
     modules = perf_counter() - begin
@@ -246,7 +246,7 @@ def _served(url: str) -> list[str]:
     composed = [_first_token_of(url, order[::-1], "modular") for order in orders]
     if not all(tokens for _, tokens in composed):
         raise BenchFailed("a prompt was not composed, though all of its modules are there")
-    long, short = (min(seconds for seconds, _ in found) for found in (whole, composed))
+    long, short = (min(seconds for seconds, _ in found) for found in (integer, composed))
     told = hybrid_cache(url)
     tokens = median(tokens for _, tokens in composed) / DOCUMENTS
     bytes_of = (

@@ -90,7 +90,7 @@ class Parts:
     step_clock: StepClock = field(default_factory=StepClock)
 
     @property
-    def elsewhere(self) -> CodedEntries | ParkedKv | None:
+    def displaced_kv(self) -> CodedEntries | ParkedKv | None:
         """The KV that is on the device in another form, or place, than requests read it."""
         return self.parked if self.coded is None else self.coded
 

@@ -97,8 +97,8 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
             return AddReqResult.OTHER
         full = False
         if self._full_hits is not None:
-            full = self._full_hits.found(req)
-            if not full and self.can_run_list and self._full_hits.found(self.can_run_list[0]):
+            full = self._full_hits.is_full_hit(req)
+            if not full and self.can_run_list and self._full_hits.is_full_hit(self.can_run_list[0]):
                 return AddReqResult.CONTINUE
         needed = self._slots_needed(req)
         if self._promised + needed and not self._slots_fit(req, needed):

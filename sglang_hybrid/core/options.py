@@ -24,7 +24,7 @@ MOST_SECONDS: Final = 1e9
 MOST_PROCESSES: Final = 1_000
 
 
-def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+def integer(least: int, most: int = MOST) -> Callable[[str], int]:
     """The reader of an option that is a whole number from `least` to `most`."""
     return _within(int, least, most, f"a whole number from {least:,} to {most:,}")
 
@@ -57,7 +57,7 @@ def read_by(read: Callable[[str], T]) -> Callable[[str], T]:
     return option
 
 
-port = whole(0, LAST_PORT)
+port = integer(0, LAST_PORT)
 
 
 def server_url(text: str, schemes: Sequence[str] = ("http", "https")) -> str:

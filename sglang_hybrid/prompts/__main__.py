@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.named_files import MOST_BYTES, FileError, read_bytes, read_json, read_text
-from sglang_hybrid.core.options import whole
+from sglang_hybrid.core.options import integer
 from sglang_hybrid.core.programs import Parser, program
 from sglang_hybrid.core.sentences import print_line, quote
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER, PrefillTime
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     about = f"of TRACE: {', '.join(FORMATS)}"
     command.add_argument("--format", metavar="NAME", choices=FORMATS, help=about)
-    command.add_argument("--limit", type=whole(1), metavar="N", help="only the first N requests")
+    command.add_argument("--limit", type=integer(1), metavar="N", help="only the first N requests")
     command.add_argument(
         "--prefill",
         type=Path,

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.options import MOST_PROCESSES, whole
+from sglang_hybrid.core.options import MOST_PROCESSES, integer
 from sglang_hybrid.core.records.pin import DEFAULT_SHARE, MOST_OF_ALL
 from sglang_hybrid.serving.flag_values import (
     DEFAULT_ALPHA,
@@ -129,7 +129,7 @@ class HybridConfig:
         "priority, for --hybrid-eviction auto, or under other alphas, for marconi; 0 turns that "
         "off",
         metavar="N",
-        read=whole(0, MOST_PROCESSES),
+        read=integer(0, MOST_PROCESSES),
     )
     hybrid_record: str = flag(
         "",

@@ -187,7 +187,7 @@ def test_a_batch_is_of_full_hits_or_of_others() -> None:
         adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
         it.running.append(req)
     assert adder.can_run_list == [other, late]
-    assert not it.cache.plans.full_hits.found(late), "it is computed beside the other"
+    assert not it.cache.plans.full_hits.is_full_hit(late), "it is computed beside the other"
     for req in (other, late):
         assert it.prefill_step(req) and not isinstance(it.last_hidden, Answers)
         it.finish(req)

@@ -76,11 +76,11 @@ class FullHits:
             self._kept.move_to_end(end.id)
         return taken
 
-    def found(self, req: Req) -> bool:
+    def is_full_hit(self, req: Req) -> bool:
         """True if the last look-up of `req` found all of its prompt."""
         return req in self._found
 
-    def wants(self, req: Req, hit_len: int) -> bool:
+    def wants_state(self, req: Req, hit_len: int) -> bool:
         """True if the prefill of `req`, which resumes at `hit_len`, shall leave the state behind
         its prompt: the prompt was asked before, as its last token in the tree shows.
         """
@@ -153,8 +153,8 @@ class FullHits:
             return None
         if end.component_data[ComponentType.MAMBA].value is None:
             return None
-        elsewhere = self._cache.parts.elsewhere
-        return end if elsewhere is None or elsewhere.make_readable(end) else None
+        displaced_kv = self._cache.parts.displaced_kv
+        return end if displaced_kv is None or displaced_kv.make_readable(end) else None
 
     def _take_last_kv(self, batch: ScheduleBatch) -> None:
         """The last token of each prompt has KV in the tree: its request needs none of its own."""

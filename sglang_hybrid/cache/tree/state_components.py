@@ -94,8 +94,8 @@ class RobustMamba(MambaComponent):
             result.best_match_node, self.component_type
         )
         node = self.tree_core.node_by_id(result.best_match_node)
-        elsewhere = self._parts.elsewhere
-        readable = elsewhere is None or elsewhere.make_readable(node)
+        displaced_kv = self._parts.displaced_kv
+        readable = displaced_kv is None or displaced_kv.make_readable(node)
         if not readable:  # what an earlier look-up was to copy belongs to a hit, not to a miss
             send_back(req, self.cache.req_to_token_pool)
         if not readable or (
@@ -166,7 +166,7 @@ class RobustMamba(MambaComponent):
                 req, is_finished, insert_result=insert_result, insert_params=insert_params
             )
             return
-        publication.inserted(insert_result)
+        publication.on_insert(insert_result)
         if is_finished:
             self.cache.req_to_token_pool.free_mamba_cache(req)
 
@@ -217,7 +217,7 @@ class RobustMamba(MambaComponent):
             self._parts.stats.skipped[Skip.DUPLICATE.value] += 1
         else:
             publication = self._publication
-            kind = Kind.UNKNOWN if publication is None else publication.committed()
+            kind = Kind.UNKNOWN if publication is None else publication.on_commit()
             self._parts.stats.admitted[kind.value] += 1
             self.on_state_gain(node, kind)
 

@@ -88,9 +88,9 @@ class PrefixRanks:
         as sent, at `now` seconds.
         """
         blocks = _blocks(prompt)
-        known = self._known(tenant, blocks)
+        known = self._known_tokens(tenant, blocks)
         count = len(self.loads)
-        first = _number((tenant, blocks[-1:], list(prompt[len(blocks) * BLOCK :])))
+        first = _hash((tenant, blocks[-1:], list(prompt[len(blocks) * BLOCK :])))
 
         def cost(at: int) -> tuple[int, int]:
             new = len(prompt) - known[at]
@@ -105,9 +105,9 @@ class PrefixRanks:
 
     def of_session(self, session: str) -> int:
         """The rank of a session, whose requests can continue each other on one rank only."""
-        return _number(session) % len(self.loads)
+        return _hash(session) % len(self.loads)
 
-    def _known(self, tenant: Hashable, blocks: Sequence[str]) -> list[int]:
+    def _known_tokens(self, tenant: Hashable, blocks: Sequence[str]) -> list[int]:
         """The tokens from the start of a prompt that were sent to each rank before."""
         known = [len(blocks) * BLOCK] * len(self.loads)
         held = (1 << len(known)) - 1
@@ -123,7 +123,7 @@ class PrefixRanks:
         return known
 
 
-def _number(value: object) -> int:
+def _hash(value: object) -> int:
     """The same for equal values, in any process."""
     return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest())
 

@@ -33,8 +33,8 @@ from sglang_hybrid.core.returns.hazards import (
     INTERVAL_BUCKETS,
     NEVER_REUSED,
     UNSEEN,
+    KnownClasses,
     ReturnEstimate,
-    SeenClasses,
 )
 from sglang_hybrid.core.returns.intervals import (
     IntervalCounts,
@@ -82,7 +82,7 @@ class ReuseIndex:
         self._edges: FloatArray = np.ldexp(unit, np.arange(1, BINS + 1))
         self._cuts = self._edges[:-1]
         self._cut_list = self._cuts.tolist()
-        self._classes = SeenClasses()
+        self._classes = KnownClasses()
         self._long = IntervalCounts(LONG, BINS)
         self._short = IntervalCounts(SHORT, BINS)
         self._recent = RecentIntervals(BINS)
@@ -296,11 +296,11 @@ class ReuseIndex:
 
     def weight_until(self, reuse_class: int, age: float) -> tuple[float, float]:
         """`weights` for one position."""
-        reuse_class, share = self._known(reuse_class)
+        reuse_class, share = self._resolve_class(reuse_class)
         rate, until = self._estimate.rate_until(reuse_class, self._bin(age))
         return (share * rate, until) if share else (0.0, math.inf)
 
-    def _known(self, reuse_class: int) -> tuple[int, float]:
+    def _resolve_class(self, reuse_class: int) -> tuple[int, float]:
         """A class that has intervals, and the share of its weight that `reuse_class` has."""
         if reuse_class < BEFORE_END:
             return reuse_class, 1.0
@@ -311,7 +311,7 @@ class ReuseIndex:
         return is expected later than the index has watched so far, since it has seen none. During
         the first REBUILD_EVERY requests every position is taken to be resumed.
         """
-        reuse_class, share = self._known(reuse_class)
+        reuse_class, share = self._resolve_class(reuse_class)
         if reuse_class == NEVER_REUSED or not share:
             return 0.0
         if not self.version or self._observed < REBUILD_EVERY:

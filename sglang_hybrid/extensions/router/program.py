@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hybrid.core.options import host, port, server_url, whole
+from sglang_hybrid.core.options import host, integer, port, server_url
 from sglang_hybrid.core.programs import FAILED, Parser, program
 from sglang_hybrid.core.sentences import escape, print_line
 from sglang_hybrid.extensions.router import Replicas
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
         add("--port", type=port, default=usual, help=f"to listen on ({usual})")
         add("--metrics-port", type=port, help="of /metrics for Prometheus (none)")
     made["serve"].description = "All other flags are those of each server (launch_server)."
-    made["serve"].add_argument("--n", type=whole(1, MOST_SERVERS), default=2, help="servers (2)")
+    made["serve"].add_argument("--n", type=integer(1, MOST_SERVERS), default=2, help="servers (2)")
     for name, command in made.items():
         names = ["--admin-api-key"] if name == "serve" else ["--admin-api-key", "--admin-key"]
         command.add_argument(*names, help="of each server; @FILE reads it from a file")

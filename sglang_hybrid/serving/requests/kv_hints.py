@@ -89,9 +89,9 @@ def read(envelope: KvHintsEnvelope | None, prompt_len: float = math.inf) -> Prom
             priority = read_priority(f"priority of {kind}", payload.get("priority", "normal"))
             pins.update((at, PinRequest(at, ttl, priority)) for at in positions)
     by_position = tuple(pins[at] for at in sorted(pins))
-    said = PromptHints(tuple(sorted(checkpoints)), by_position, session, exact)
-    said.check_count()
-    return said
+    hints = PromptHints(tuple(sorted(checkpoints)), by_position, session, exact)
+    hints.check_count()
+    return hints
 
 
 def _check_kind(action: Any) -> None:
@@ -117,14 +117,14 @@ def _check_version(kind: str, version: Any) -> None:
         )
 
 
-def write(said: PromptHints, kv_hints: Any = None) -> Any:
-    """The `kv_hints` of a client's request, as JSON: what `said` says, behind what they say
+def write(hints: PromptHints, kv_hints: Any = None) -> Any:
+    """The `kv_hints` of a client's request, as JSON: what `hints` say, behind what they say
     already.
 
     kv_hints: as the request came: an envelope, None, or a list with one for each prompt of a batch.
     What is no envelope stays, for SGLang to refuse.
     """
-    return _joined(kv_hints, _actions(said))
+    return _joined(kv_hints, _actions(hints))
 
 
 def _joined(kv_hints: Any, actions: Sequence[Any]) -> Any:
@@ -138,19 +138,19 @@ def _joined(kv_hints: Any, actions: Sequence[Any]) -> Any:
     return {**head, "actions": [*envelope.get("actions", []), *actions]}
 
 
-def _actions(said: PromptHints) -> list[dict[str, Any]]:
+def _actions(hints: PromptHints) -> list[dict[str, Any]]:
     together: dict[tuple[float, Priority], list[int]] = {}
-    for pin in said.pins:
+    for pin in hints.pins:
         together.setdefault((pin.ttl, pin.priority), []).append(pin.position)
     payloads: list[tuple[str, dict[str, Any]]] = [
         (PIN, {"positions": sorted(pinned), "ttl": ttl, "priority": priority.value})
         for (ttl, priority), pinned in together.items()
     ]
-    if said.checkpoints:
-        payloads.append((CHECKPOINT, {"positions": sorted(said.checkpoints)}))
-    if said.session is not None:
-        payloads.append((SESSION, said.session.payload()))
-    if said.exact:
+    if hints.checkpoints:
+        payloads.append((CHECKPOINT, {"positions": sorted(hints.checkpoints)}))
+    if hints.session is not None:
+        payloads.append((SESSION, hints.session.payload()))
+    if hints.exact:
         payloads.append((EXACT, {}))
     return [
         {
