@@ -104,7 +104,7 @@ def register() -> None:
         processes.ignore_signals_for_the_first_process()
     register_radix_cache_backend(BACKEND, _build_cache)
     bring_storage()
-    _settle_states()
+    _resolve_states()
     if serves_on_cpu():
         extension("cpu.activation").register()
 
@@ -128,7 +128,7 @@ def bring_storage() -> None:
     noisy.disabled = before
 
 
-def _settle_states() -> None:
+def _resolve_states() -> None:
     """Steps of SGLang's resolution settle how states are kept and what room they get."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 

@@ -237,7 +237,7 @@ def _served(url: str) -> list[str]:
     pml = f"<schema name='documents'><user>{unions}</user></schema>"
     post(url, "/v1/prompt_schemas", {"pml": pml})
     orders = [[(at + turn) % DOCUMENTS for at in range(DOCUMENTS)] for turn in range(DOCUMENTS)]
-    integer = [_first_token_of(url, order, "exact") for order in orders]
+    whole = [_first_token_of(url, order, "exact") for order in orders]
     begin = perf_counter()
     post(url, "/v1/prompt_schemas/documents/prewarm", {"mode": "modular"})
     modules = perf_counter() - begin
@@ -246,7 +246,7 @@ def _served(url: str) -> list[str]:
     composed = [_first_token_of(url, order[::-1], "modular") for order in orders]
     if not all(tokens for _, tokens in composed):
         raise BenchFailed("a prompt was not composed, though all of its modules are there")
-    long, short = (min(seconds for seconds, _ in found) for found in (integer, composed))
+    long, short = (min(seconds for seconds, _ in found) for found in (whole, composed))
     told = hybrid_cache(url)
     tokens = median(tokens for _, tokens in composed) / DOCUMENTS
     bytes_of = (
