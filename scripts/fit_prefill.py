@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sglang_hybrid.core.options import server_url, whole
+from sglang_hybrid.core.options import integer, server_url
 from sglang_hybrid.core.programs import Parser, program
-from sglang_hybrid.core.sentences import plain, say
+from sglang_hybrid.core.sentences import escape, print_line
 from sglang_hybrid.extensions.lab.measure import Measured, Server, fit, measure
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PrefillTime
 
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     lengths, hits = _numbers(1), _numbers(0)
     parser.add_argument("--lengths", type=lengths, default=[64, 256, 1_024, 4_096, 8_192])
     parser.add_argument("--hits", type=hits, default=[0, 2_048, 8_192])
-    parser.add_argument("--repeats", type=whole(1, 1_000), default=3)
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--repeats", type=integer(1, 1_000), default=3)
+    parser.add_argument("--seed", type=integer(0), default=0)
     parser.add_argument("--device", default="", help="what it ran on, for the record")
     options = parser.parse_args(arguments)
     server = Server(options.url)
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str]) -> int:
         seed=options.seed,
         done=lambda: next(steps, None),
     )
-    about = plain(f"fit_prefill.py on {Path(server.model).name}")
+    about = escape(f"fit_prefill.py on {Path(server.model).name}")
     about += f", {options.device}" if options.device else ""
     fitted = fit(server.ask, measured, about, options.seed)
     fitted.write(options.out)
     _show(measured, fitted)
-    say(f"written to {options.out}")
+    print_line(f"written to {options.out}")
     return 0
 
 
@@ -76,7 +76,7 @@ def _show(measured: Measured, fitted: PrefillTime) -> None:
 
 def _numbers(least: int) -> Callable[[str], list[int]]:
     """Reads lengths in tokens with commas between them."""
-    read = whole(least, MOST_TOKENS)
+    read = integer(least, MOST_TOKENS)
     return lambda text: [read(number) for number in text.split(",")]
 
 

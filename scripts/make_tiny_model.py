@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_hybrid.core.options import whole
+from sglang_hybrid.core.options import integer
 from sglang_hybrid.core.programs import Parser, program
-from sglang_hybrid.core.sentences import say
+from sglang_hybrid.core.sentences import print_line
 from sglang_hybrid.extensions.cpu.models import ARCHITECTURES, build_tiny_model
 from sglang_hybrid.extensions.cpu.models.tiny import DEFAULT_ARCHITECTURE, MODELS, SCALES
 from sglang_hybrid.serving.flag_values import TRAINED
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         required=True,
         help="directory of the model; with 'all', the directory that gets one for each",
     )
-    parser.add_argument("--seed", type=whole(0), default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=integer(0), default=0, help="default: %(default)s")
     parser.add_argument(
         "--scale",
         default="tiny",
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         targets = {options.architecture: options.output}
     for name, directory in targets.items():
-        say(build_tiny_model(name, directory, seed=options.seed, scale=options.scale))
+        print_line(build_tiny_model(name, directory, seed=options.seed, scale=options.scale))
     return 0
 
 

@@ -46,7 +46,7 @@ import whatthepatch
 from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.core.named_files import MOST_TEXT, FileError, open_named, read_text
 from sglang_hybrid.core.programs import Parser, program
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.extensions.cpu.ops.bindings import BINDINGS
 from sglang_hybrid.hooks.patching import change_lines, hunk_begin
 from sglang_hybrid.hooks.sources import Sources, digest, file_digest, statements
@@ -414,7 +414,7 @@ def find_release(what: str, folder: Path) -> Release:
     if place.exists():
         return Release(place)
     if not re.fullmatch(r"\d[\w.]*", what):
-        raise ValueError(f"{shown(what)} is neither a version nor a wheel or folder that is there.")
+        raise ValueError(f"{quote(what)} is neither a version nor a wheel or folder that is there.")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
     done = subprocess.run([*pip, f"sglang=={what}"], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))

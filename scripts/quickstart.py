@@ -17,8 +17,8 @@ import sglang as sgl
 from rich.console import Console
 from rich.table import Table
 
-from sglang_hybrid.core.options import LAST_PORT, whole
-from sglang_hybrid.core.sentences import plain
+from sglang_hybrid.core.options import LAST_PORT, integer
+from sglang_hybrid.core.sentences import escape
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
 TOKENS = 40
@@ -177,14 +177,14 @@ def print_table(rows: list[Row]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
     for row in rows:
-        answer = plain(row.answer.strip())
+        answer = escape(row.answer.strip())
         console.print(f"{row.name}: {answer}", markup=False, highlight=False)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="stop after the requests")
-    parser.add_argument("--port", type=whole(1, LAST_PORT), default=30000)
+    parser.add_argument("--port", type=integer(1, LAST_PORT), default=30000)
     options, server_arguments = parser.parse_known_args()
     for number in (signal.SIGTERM, signal.SIGHUP):  # the server goes, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from sglang_hybrid import __doc__ as about
 from sglang_hybrid.core.programs import USAGE_ERROR, versions
-from sglang_hybrid.core.sentences import meant, plain, say, shown
+from sglang_hybrid.core.sentences import escape, print_line, quote, suggest
 
 PROGRAM = "sglang-hybrid"
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(versions())
         return 0
     if name not in COMMANDS:
-        say(f"error: {_wrong(name)}; {PROGRAM} --help lists all commands", sys.stderr)
+        print_line(f"error: {_wrong(name)}; {PROGRAM} --help lists all commands", sys.stderr)
         return USAGE_ERROR
     sys.argv[1:] = rest
     runpy.run_module(f"sglang_hybrid.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
@@ -65,12 +65,12 @@ def overview() -> str:
 def _wrong(name: str) -> str:
     """The error message for a first argument that names no command."""
     if name.startswith("-"):
-        flag = plain(name.partition("=")[0])
+        flag = escape(name.partition("=")[0])
         return f"a command comes before flags; to start a server, write {PROGRAM} serve {flag} ..."
     modules = {module: command for command, (module, _) in COMMANDS.items()}
     known = modules.get(name.replace("-", "_"))
-    near = f" (did you mean {known}?)" if known else meant(name.lower(), COMMANDS)
-    return f"{shown(name)} is no command{near}"
+    near = f" (did you mean {known}?)" if known else suggest(name.lower(), COMMANDS)
+    return f"{quote(name)} is no command{near}"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import yaml
 from sglang_hybrid.core.extensions import extension, guard
 from sglang_hybrid.core.named_files import read_text
 from sglang_hybrid.core.programs import Parser, versions
-from sglang_hybrid.core.sentences import plain
+from sglang_hybrid.core.sentences import escape
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.serving.startup import (
     STARTUP_ERROR,
@@ -54,7 +54,7 @@ class _Parser(Parser):
     """A parser whose errors are one line, without SGLang's hundreds of lines of usage."""
 
     def error(self, message: str) -> Never:
-        self.exit(USAGE_ERROR, f"{PROGRAM}: {plain(message)}; --help all lists every flag.\n")
+        self.exit(USAGE_ERROR, f"{PROGRAM}: {escape(message)}; --help all lists every flag.\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -65,7 +65,7 @@ def _add_warm_up(module: ModuleType) -> None:
     """SGLang knows our warm-up by its name, in each process that has warm-ups."""
     from sglang_hybrid.serving import warm_up
 
-    module.warmup(warm_up.NAME)(warm_up.hit)
+    module.warmup(warm_up.NAME)(warm_up.send_hits)
 
 
 def register() -> None:
@@ -104,7 +104,7 @@ def register() -> None:
         processes.ignore_signals_for_the_first_process()
     register_radix_cache_backend(BACKEND, _build_cache)
     bring_storage()
-    _settle_states()
+    _resolve_states()
     if serves_on_cpu():
         extension("cpu.activation").register()
 
@@ -128,7 +128,7 @@ def bring_storage() -> None:
     noisy.disabled = before
 
 
-def _settle_states() -> None:
+def _resolve_states() -> None:
     """Steps of SGLang's resolution settle how states are kept and what room they get."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
@@ -136,28 +136,28 @@ def _settle_states() -> None:
     def handle_platform_defaults(
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
-        from sglang_hybrid.cache.memory_choice import take_one_memory
+        from sglang_hybrid.cache.memory_choice import choose_one_memory
         from sglang_hybrid.hooks.needs import Need
 
         previous(server_args)
         misfit = patching.lacking().get(Need.UNIFIED_MEMORY)
-        take_one_memory(server_args, misfit.why if misfit else "")
+        choose_one_memory(server_args, misfit.why if misfit else "")
 
     @register_resolution_hook("handle_page_major_kv_layout")
     def handle_page_major_kv_layout(
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
-        from sglang_hybrid.cache.memory_choice import keep_where_sglang_can
+        from sglang_hybrid.cache.memory_choice import fall_back_to_two_pools
 
-        keep_where_sglang_can(server_args, previous)
+        fall_back_to_two_pools(server_args, previous)
 
     @register_resolution_hook("handle_mamba_backend")
     def handle_mamba_backend(
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
-        from sglang_hybrid.cache.resolution import settle_states
+        from sglang_hybrid.cache.resolution import resolve_state_flags
         from sglang_hybrid.hooks import needs
 
         previous(server_args)
         needs.refuse(patching.lacking(), server_args)
-        settle_states(server_args)
+        resolve_state_flags(server_args)

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from sglang_hybrid.core.options import whole
+from sglang_hybrid.core.options import integer
 
 COMMANDS = {
     "ab": "ab",
@@ -47,7 +47,7 @@ COMMANDS = {
 }
 """Modules by subcommand: fifteen benchmarks, and the pages that they make."""
 
-positive = whole(1)
+positive = integer(1)
 """Reads a number of 1 or more, for an option."""
 
 Count = Annotated[int, positive]

@@ -37,7 +37,7 @@ from scripts.train.documents import (
 from scripts.train.hybrids import TINY, Hybrid, Kind, Sizes
 from scripts.train.recall import BOTH, STATES, Answers, Reach, answer, prefill
 from scripts.train.segments import Apart, append, composed, encode
-from sglang_hybrid.core.options import whole
+from sglang_hybrid.core.options import integer
 from sglang_hybrid.extensions.cpu.models import build_tiny_model
 from sglang_hybrid.extensions.cpu.models.lexicon import STEMS
 from sglang_hybrid.extensions.schemas.composition.losses import MOST_POINTS
@@ -64,7 +64,7 @@ SECONDS_FOR_FRAMES = 5
 
 def modular(
     *kinds: Annotated[Kind, "recurrent layers; all three if none is given"],
-    steps: Annotated[int, whole(0), "of training; with 0 there are only the times"] = 480,
+    steps: Annotated[int, integer(0), "of training; with 0 there are only the times"] = 480,
     sequences: Annotated[Count, "prompts of each task and number of documents"] = 4,
     repeats: Annotated[Count, "of each time, of which the shortest counts"] = 2,
     served: Annotated[bool, "time servers instead, of models that are not trained"] = False,

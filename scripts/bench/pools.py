@@ -27,7 +27,7 @@ from sglang_hybrid.core.specs import Spec, make_policies
 from sglang_hybrid.core.traffic.recorder import (
     MOST_RECORD_BYTES,
     MOST_REQUESTS,
-    Finished,
+    FinishedRequest,
     Recorder,
     RequestWindow,
     make_window,
@@ -113,7 +113,7 @@ def learnt_split(half: Half, now: Split, context: int, folder: Path) -> Split:
     played = half.play(now)
     for number, (request, hit) in enumerate(zip(half.requests, played.hits, strict=True)):
         recorder.add(
-            Finished(
+            FinishedRequest(
                 *(request.tokens, request.input_len, request.arrival, int(hit), now),
                 *(request.message_starts, request.reply_start, request.tenant, request.hint),
             )

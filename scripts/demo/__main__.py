@@ -33,7 +33,7 @@ from scripts.demo.picture import BROWSERS, browser, picture
 from scripts.demo.results import SYSTEMS, Row, Served, rows, summary, table
 from scripts.demo.traffic import Message, Step, plan
 from scripts.train.facts import Fact, collect
-from sglang_hybrid.core.options import LAST_PORT, whole
+from sglang_hybrid.core.options import LAST_PORT, integer
 from sglang_hybrid.extensions.cpu.models import ensure_tiny_model
 from sglang_hybrid.serving.flag_values import TRAINED
 from sglang_hybrid.serving.preflight import check_port
@@ -204,8 +204,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__, allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="stop the servers after the table")
     parser.add_argument("--seconds", type=positive, default=120, help="of traffic")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of the traffic")
-    port = whole(1, LAST_PORT)
+    parser.add_argument("--seed", type=integer(0), default=0, help="of the traffic")
+    port = integer(1, LAST_PORT)
     parser.add_argument("--port", type=port, default=30000, help="of the server with our cache")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="the table, as JSON")
     parser.add_argument(

@@ -27,7 +27,7 @@ the close of those that were used longest ago tells nothing.
 """
 
 
-class Endings:
+class RequestEndObserver:
     """Tells of the requests of one cache that ended. ``parts``: ours of the cache."""
 
     def __init__(self, cache: HybridRadixCache, parts: Parts) -> None:
@@ -51,7 +51,7 @@ class Endings:
         hint = fields_of(req).hints.session
         if hint is None and session is not None:
             hint = Hint.ENDS if closed else Hint.RETURNS
-        if cache.tuning is not None and cache.tuning.listens:
+        if cache.tuning is not None and cache.tuning.needs_requests:
             cache.tuning.on_request_end(req, up_to, starts, reply_start, hint)
         if self._shadow_tree is None:
             return
@@ -85,7 +85,7 @@ class Endings:
         if seconds is not None:
             schedule.expect_return(node.id, seconds)
 
-    def on_session_closed(self, last: Sequence[Req]) -> None:
+    def on_session_close(self, last: Sequence[Req]) -> None:
         """A client closed its session, whose ``last`` requests nobody continued."""
         history = None if self._shadow_tree is None else self._shadow_tree.history
         if history is None:
@@ -93,7 +93,7 @@ class Endings:
         for req in last:
             history.hint(req.full_untruncated_fill_ids, Hint.ENDS, tenant_of(req))
 
-    def on_radix_session_closed(self, session: str) -> None:
+    def on_radix_session_close(self, session: str) -> None:
         """A client closed a session of `--enable-session-radix-cache`, by its scheduler's id."""
         last = self._forget(session)
         history = None if self._shadow_tree is None else self._shadow_tree.history

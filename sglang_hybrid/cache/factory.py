@@ -25,7 +25,7 @@ from sglang_hybrid.checkpoints.support import (
     why_unplanned,
 )
 from sglang_hybrid.explain.decision_log import grid
-from sglang_hybrid.serving.advice import ServerSetup, advise, who_sees_the_page
+from sglang_hybrid.serving.advice import ServerSetup, advise, page_warnings
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.device_streams import host_is_device
 from sglang_hybrid.serving.flag_values import FullHit
@@ -45,7 +45,7 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang_hybrid.cache.sizes import cost_of_model
 
     options = HybridConfig.from_environment()
-    in_use.use(*_codecs(options, context))
+    in_use.set_codecs(*_codecs(options, context))
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args) or ""
@@ -105,7 +105,7 @@ def build_cache(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             cache.tuning.watch_splits(setup, None if _rank() else context.server_args)
     if cache.page is not None:
         server_args = context.server_args
-        cache.report.advice += who_sees_the_page(server_args.api_key, server_args.admin_api_key)
+        cache.report.advice += page_warnings(server_args.api_key, server_args.admin_api_key)
     for line in cache.report.advice if _rank() == 0 else ():
         logger.warning("sglang_hybrid: %s", line)
     return cache

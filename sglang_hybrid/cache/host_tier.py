@@ -20,7 +20,7 @@ from sglang_hybrid.cache.tiers.served_tiers import disk_of
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.serving.device_streams import host_is_device, order_behind
 from sglang_hybrid.storage import weights
-from sglang_hybrid.storage.codecs.in_use import chosen
+from sglang_hybrid.storage.codecs.in_use import host_codecs
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -77,7 +77,7 @@ class HostTierCache(HybridRadixCache):
 
             share_host_room(self, self.cost)
         super().init_hicache(*args, **kwargs)
-        if chosen() is not None:  # copies are smaller
+        if host_codecs() is not None:  # copies are smaller
             pools, stats = self.host_pool_group.entry_map, self.tier_stats
             stats.token_bytes = int(pools[PoolName.KV].host_pool.size_per_token)
             if PoolName.MAMBA in pools:
@@ -308,9 +308,9 @@ class HostTierCache(HybridRadixCache):
             time.sleep(POLL_SECONDS)
 
     @property
-    def requests_wait(self) -> bool:
+    def has_waiting_requests(self) -> bool:
         """True if requests waited when a batch was last filled."""
-        return self.plans.prefix_wait.any_wait
+        return self.plans.prefix_wait.has_waiting
 
     # Reports.
 

@@ -18,7 +18,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
 from sglang_hybrid.cache.resolution import (
     OURS,
-    declared_by,
+    declared_sources,
     has_states,
     why_not_in_unified_pool,
 )
@@ -39,7 +39,7 @@ BY_DEFAULT = "sglang_hybrid: --hybrid-memory auto"
 """The name under which one memory is declared that nobody asked for."""
 
 
-def take_one_memory(server_args: ServerArgs, lacking: str = "") -> None:
+def choose_one_memory(server_args: ServerArgs, lacking: str = "") -> None:
     """KV and states share SGLang's unified pool where `--hybrid-memory one` asks for it, and under
     `auto` where they can and that was checked. To be called when the device and the model are
     known, and before anything reads SGLang's flag.
@@ -67,14 +67,14 @@ def take_one_memory(server_args: ServerArgs, lacking: str = "") -> None:
             declared["max_mamba_cache_size"] = view.max_mamba_cache_size + 1
         declare_resolution(server_args, OURS if asked is Memory.ONE else BY_DEFAULT, **declared)
     elif has_states(server_args):
-        _say_two_pools(why)
+        _log_two_pools(why)
 
 
-def keep_where_sglang_can(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+def fall_back_to_two_pools(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """SGLang's own conditions on its unified pool, when attention backends are resolved. One memory
     that nobody asked for gives way to them; one that was asked for ends the start.
     """
-    if serves_on_cpu() or declared_by(server_args, "enable_unified_memory") != {BY_DEFAULT}:
+    if serves_on_cpu() or declared_sources(server_args, "enable_unified_memory") != {BY_DEFAULT}:
         previous(server_args)
         return
     slots = resolving_view(server_args).max_mamba_cache_size
@@ -89,7 +89,7 @@ def keep_where_sglang_can(server_args: ServerArgs, previous: Callable[[ServerArg
             enable_page_major_kv_layout=False,
             **two_pools,
         )
-        _say_two_pools(f"by SGLang, {str(error).partition(chr(10))[0].rstrip('.')}")
+        _log_two_pools(f"by SGLang, {str(error).partition(chr(10))[0].rstrip('.')}")
         return
     logger.info(
         "sglang_hybrid: KV and states share one memory, SGLang's unified pool: that was checked on "
@@ -98,7 +98,7 @@ def keep_where_sglang_can(server_args: ServerArgs, previous: Callable[[ServerArg
     )
 
 
-def _say_two_pools(why: str) -> None:
+def _log_two_pools(why: str) -> None:
     logger.info("sglang_hybrid: KV and states have a pool each: %s.", why)
 
 

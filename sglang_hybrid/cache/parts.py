@@ -36,7 +36,7 @@ from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.serving.flag_values import Eviction
 from sglang_hybrid.serving.telemetry.stats import CacheStats
 from sglang_hybrid.serving.telemetry.tiers import TierStats
-from sglang_hybrid.storage.codecs.in_use import on_device
+from sglang_hybrid.storage.codecs.in_use import device_codecs
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -90,7 +90,7 @@ class Parts:
     step_clock: StepClock = field(default_factory=StepClock)
 
     @property
-    def elsewhere(self) -> CodedEntries | ParkedKv | None:
+    def displaced_kv(self) -> CodedEntries | ParkedKv | None:
         """The KV that is on the device in another form, or place, than requests read it."""
         return self.parked if self.coded is None else self.coded
 
@@ -133,7 +133,7 @@ def build_parts(
     memory = shared_memory(allocator)
     account = None if memory is None else memory.account
     measured, stats = measured_cost(cost, params), CacheStats()
-    coded, codecs = None, on_device()
+    coded, codecs = None, device_codecs()
     if codecs is not None and not params.disable:
         from sglang_hybrid.cache.coded.entries import CodedEntries
 
@@ -223,7 +223,7 @@ def _full_hits(cache: HybridRadixCache, params: CacheInitParams) -> FullHits | N
 def _plan_decodes(parts: Parts, params: CacheInitParams) -> None:
     """Decodes leave the states that prefills do not."""
     if parts.planner is None:
-        decode.leave_to_sglang()
+        decode.use_sglang_grid()
         return
     lazily = get_exec().mamba.enable_mamba_extra_buffer_lazy
     decode.plan_for(params.page_size, max_speculative_num_draft_tokens(), lazily=lazily)

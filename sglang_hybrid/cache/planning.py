@@ -64,7 +64,7 @@ class PrefillPlans:
         """
         if req.skip_radix_cache_insert or is_virtual_node(req.last_node):
             return
-        if self.full_hits is not None and self.full_hits.found(req):
+        if self.full_hits is not None and self.full_hits.is_full_hit(req):
             self._lookups.on_full_hit(req)
             return
         prompt = req.full_untruncated_fill_ids
@@ -92,12 +92,12 @@ class PrefillPlans:
             reply_start=0 if was_retracted else reply_start,
             declared=fields_of(req).hints.positions,
             is_repeated=self.full_hits is not None
-            and self.full_hits.wants(req, self._lookups.hit_len(req)),
+            and self.full_hits.wants_state(req, self._lookups.hit_len(req)),
         )
 
     def on_next_chunk(self, req: Req) -> None:
         """The prefill of ``req`` goes on. Requests may have come since its last chunk."""
-        if self.planner is not None and self.prefix_wait.any_wait:
+        if self.planner is not None and self.prefix_wait.has_waiting:
             self.planner.want_branches(req, self.prefix_wait.shared(req))
 
     def on_admitted(self, req: Req) -> None:

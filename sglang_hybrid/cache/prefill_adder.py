@@ -79,7 +79,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         self._unlimited = self.rem_chunk_tokens is None and self.tree_cache.plans.splits_prefills
         if self._unlimited:
             self.rem_chunk_tokens = ENDLESS
-        self.tree_cache.plans.prefix_wait.now_waiting([*waiting_queue, *coming])
+        self.tree_cache.plans.prefix_wait.update_waiting([*waiting_queue, *coming])
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         """A request that does not join the batch keeps no slot. SGLang leaves the one of its
@@ -97,8 +97,8 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
             return AddReqResult.OTHER
         full = False
         if self._full_hits is not None:
-            full = self._full_hits.found(req)
-            if not full and self.can_run_list and self._full_hits.found(self.can_run_list[0]):
+            full = self._full_hits.is_full_hit(req)
+            if not full and self.can_run_list and self._full_hits.is_full_hit(self.can_run_list[0]):
                 return AddReqResult.CONTINUE
         needed = self._slots_needed(req)
         if self._promised + needed and not self._slots_fit(req, needed):
@@ -116,7 +116,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
             self._reserve()
             self.tree_cache.plans.on_admitted(req)
             if self._full_hits is not None and not full:
-                self._full_hits.on_other()
+                self._full_hits.on_computed_request()
         else:
             self._promise(-needed)
             self.tree_cache.plans.drop(req)
@@ -151,7 +151,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
 
     def add_chunked_req(self, req: Req) -> Req | None:
         if self._full_hits is not None:
-            self._full_hits.on_other()
+            self._full_hits.on_computed_request()
         self.tree_cache.plans.on_next_chunk(req)
         cut = self.tree_cache.plans.next_cut(
             req, req.prefix_len, len(req.full_untruncated_fill_ids)
@@ -162,7 +162,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         fits = self._chunk_fits(req)
         rest: Req | None = super().add_chunked_req(req) if fits else req
         self._chunk_waits = req not in self.can_run_list
-        if not fits and self._gives_way(req):
+        if not fits and self._must_retract(req):
             self._retract(req)
             return None
         self._rest = _rest_of(req)
@@ -191,7 +191,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
             return 0
         return int(self.running_batch.new_tokens_required_next_decode())
 
-    def _gives_way(self, req: Req) -> bool:
+    def _must_retract(self, req: Req) -> bool:
         """True if a prefill that does not fit must give back its memory: to running requests that
         could not go on otherwise, or because nothing runs whose end it could wait for. Not while
         its last chunk is computed, nor while it is sent to another server.

@@ -40,7 +40,7 @@ class Publisher:
         publication = Publication(req, self._slots, self._plans.take_ready(req, up_to))
         self._set_publication(publication)
         try:
-            if self.growth.serves(req) and not self._cache.disable:
+            if self.growth.can_grow(req) and not self._cache.disable:
                 self.growth.grow(req, up_to)
             else:
                 insert()

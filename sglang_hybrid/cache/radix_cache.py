@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.session.streaming_session import is_virtual_node
 
-from sglang_hybrid.cache.endings import Endings
+from sglang_hybrid.cache.endings import RequestEndObserver
 from sglang_hybrid.cache.memory.one_memory import OneMemoryCache
 from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.planning import PrefillPlans
@@ -139,7 +139,7 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         sources = (self.speeds, self.learning, self.tuning, self.step_clock)
         self.step_messages = StepMessages(*(each for each in sources if each is not None))
         self.publisher = Publisher(self, parts, self.plans)
-        self.endings = Endings(self, parts)
+        self.end_observer = RequestEndObserver(self, parts)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
         self.report = CacheReport(self, parts, metrics=one_of_its_kind)
         if one_of_its_kind:  # gauges change without requests, too: pins end, memory becomes free
@@ -293,13 +293,13 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         if req.finished() and req.last_node is not None:
             if self.modular is not None:
                 self.modular.on_request_end(req)
-            self.endings.on_request_end(req, up_to)
+            self.end_observer.on_request_end(req, up_to)
 
     # 4 End
 
-    def session_closed(self, last: Sequence[Req]) -> None:
+    def on_session_close(self, last: Sequence[Req]) -> None:
         """A client closed its session, whose `last` requests nobody continued."""
-        self.endings.on_session_closed(last)
+        self.end_observer.on_session_close(last)
 
     def swa_retain_floor(self, req: Req) -> int | None:
         """The position from which `req` keeps its KV of sliding windows: SGLang's answer, and the
@@ -334,7 +334,7 @@ class HybridRadixCache(OneMemoryCache, ExactPartsCache):
         return kept
 
     def release_radix_session(self, session_id: str) -> int:
-        self.endings.on_radix_session_closed(session_id)
+        self.end_observer.on_radix_session_close(session_id)
         return int(super().release_radix_session(session_id))
 
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:

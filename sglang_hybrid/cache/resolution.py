@@ -62,7 +62,7 @@ TOKENS_WITHOUT_KV = 1 << 22
 """KV tokens of a model without attention. The list of free ones takes 32 MiB."""
 
 
-def settle_states(server_args: ServerArgs) -> None:
+def resolve_state_flags(server_args: ServerArgs) -> None:
     """Declare how states are kept, which kernels leave them, and what room they get.
 
     Raises ValueError where one buffer per request was asked for beside pages of several tokens, for
@@ -99,7 +99,7 @@ def _prefixes_of_minicpm(server_args: ServerArgs) -> None:
     view = resolving_view(server_args)
     if view.radix_cache_backend != BACKEND or server_args.disable_radix_cache:
         return
-    declared = declared_by(server_args, "disable_radix_cache")
+    declared = declared_sources(server_args, "disable_radix_cache")
     config = model_config_of(server_args).hf_config
     if declared != {OF_MINICPM} or not config.has_lightning_layers:
         return
@@ -298,7 +298,7 @@ def _choose_one_slot_per_request(server_args: ServerArgs) -> None:
     attention backend brings pages, they get another one.
     """
     view = resolving_view(server_args)
-    by_sglang = declared_by(server_args, "mamba_radix_cache_strategy") == {SGLANGS}
+    by_sglang = declared_sources(server_args, "mamba_radix_cache_strategy") == {SGLANGS}
     of_a_phase = _asked(server_args, "prefill_attention_backend", "decode_attention_backend")
     one_buffer = by_sglang and view.mamba_radix_cache_strategy == "no_buffer"
     if one_buffer and not view.disable_radix_cache and not of_a_phase:
@@ -307,7 +307,7 @@ def _choose_one_slot_per_request(server_args: ServerArgs) -> None:
     if not by_sglang or not one_slot_per_request(view):
         return
     declared: dict[str, Any] = {"mamba_radix_cache_strategy": "no_buffer"}
-    stopped = declared_by(server_args, "disable_overlap_schedule") == {SGLANGS}
+    stopped = declared_sources(server_args, "disable_overlap_schedule") == {SGLANGS}
     if stopped and not server_args.disable_overlap_schedule:
         declared["disable_overlap_schedule"] = False
     declare_resolution(server_args, OURS, **declared)
@@ -456,7 +456,7 @@ def warm_up_with_hits(server_args: ServerArgs) -> None:
     declare_resolution(server_args, OURS, warmups=",".join(names))
 
 
-def declared_by(server_args: ServerArgs, field: str) -> set[str]:
+def declared_sources(server_args: ServerArgs, field: str) -> set[str]:
     """The names under which a value for a field was declared so far."""
     return {source for source, fields in server_args._resolved_overrides if field in fields}
 

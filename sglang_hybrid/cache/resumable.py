@@ -47,10 +47,10 @@ class ResumableView:
 
     def publish(self) -> None:
         """Tell the readers what has changed."""
-        if self._events.has_news and self.scheduler is not None:
+        if self._events.has_changes and self.scheduler is not None:
             self.scheduler.kv_events_publisher.publish_kv_events()
 
-    def answer(self, asked: ResumableReq) -> ResumableReqOutput:
+    def answer(self, request: ResumableReq) -> ResumableReqOutput:
         """One page. What had changed before it is published first, so that it is true of all that
         was published.
         """
@@ -74,8 +74,8 @@ class ResumableView:
                 for tier in TIERS_BELOW
             },
         )
-        if asked.cursor is not None:
-            self._add_page(answer, asked)
+        if request.cursor is not None:
+            self._add_page(answer, request)
         return answer
 
     def _room(self) -> int:
@@ -88,17 +88,17 @@ class ResumableView:
         slots = free_slots(self._cache.req_to_token_pool.mamba_allocator)
         return int(kv.available_size()) if slots >= states else 0
 
-    def _add_page(self, answer: ResumableReqOutput, asked: ResumableReq) -> None:
-        assert asked.cursor is not None
-        if asked.begin:
+    def _add_page(self, answer: ResumableReqOutput, request: ResumableReq) -> None:
+        assert request.cursor is not None
+        if request.begin:
             while len(self._walks) >= READERS:
                 del self._walks[next(iter(self._walks))]
-            self._walks[asked.cursor] = self._events.walk()
-        if asked.cursor not in self._walks:
+            self._walks[request.cursor] = self._events.walk()
+        if request.cursor not in self._walks:
             answer.error = "this snapshot is over; begin anew, without a cursor."
             return
         told = 0
-        for blocks in self._walks[asked.cursor]:
+        for blocks in self._walks[request.cursor]:
             answer.events += [msgspec.to_builtins(event) for event in blocks]
             told += sum(len(event.token_ids) for event in blocks)
             if told >= PAGE_TOKENS:

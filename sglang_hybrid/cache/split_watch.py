@@ -105,8 +105,8 @@ class SplitWatch:
             room = window.budget
             assert isinstance(room, Split)
             compare = self._compare or extension("lab.simulation.tuner.splits").compare_splits
-            found: SplitsFound = compare(window, spec, self._least(room, most_held))
-            self._tell(found, room, window.counted)
+            result: SplitsFound = compare(window, spec, self._smallest(room, most_held))
+            self._write(result, room, window.counted)
         except Exception as error:
             logger.debug("the search failed", exc_info=True)
             why = extension("lab.simulation.tuner.candidates").describe_failure(error)
@@ -114,23 +114,23 @@ class SplitWatch:
                 logger.warning("sglang_hybrid: splits are not compared: %s", why)
             self._has_failed = True
             return
-        before, self.advice = self.advice, self._say(found, room, window.counted)
+        before, self.advice = self.advice, self._describe(result, room, window.counted)
         if self.advice != before:
             logger.info("sglang_hybrid: %s", self.advice or "no other split hits more now.")
 
-    def _tell(self, found: SplitsFound, room: Split, counted: int) -> None:
+    def _write(self, result: SplitsFound, room: Split, counted: int) -> None:
         """Write the split for the next server; that of this one where an earlier search found
         another and this search does not.
         """
-        if found.split == room and not self._has_written:
+        if result.split == room and not self._has_written:
             return
         if (path := self._path()) is not None:
             from sglang_hybrid.cache.learnt_split import write_split
 
-            write_split(path, self._learnt(found, room, counted))
+            write_split(path, self._learnt_split(result, room, counted))
             self._has_written = True
 
-    def _least(self, room: Split, most_held: int) -> Split:
+    def _smallest(self, room: Split, most_held: int) -> Split:
         """The room that must be left beside running requests: KV for the longest request, and slots
         with which as many requests may run as have.
         """
@@ -141,30 +141,30 @@ class SplitWatch:
             ceil(it.counted * running) - (it.slots - room.slots),
         )
 
-    def _learnt(self, found: SplitsFound, room: Split, counted: int) -> LearntSplit:
+    def _learnt_split(self, result: SplitsFound, room: Split, counted: int) -> LearntSplit:
         from sglang_hybrid.cache.learnt_split import LearntSplit
 
         it = self._setup
-        for_states = (self._slots(found, room) + 0.5) * it.state_bytes  # a start rounds down
-        hits, hits_now = (each / found.tokens for each in (found.hits, found.hits_now))
+        for_states = (self._slots(result, room) + 0.5) * it.state_bytes  # a start rounds down
+        hits, hits_now = (each / result.tokens for each in (result.hits, result.hits_now))
         ratio = for_states / (it.bytes - for_states)
         return LearntSplit(ratio, hits, hits_now, counted)
 
-    def _slots(self, found: SplitsFound, room: Split) -> int:
+    def _slots(self, result: SplitsFound, room: Split) -> int:
         """The slots of the whole pool."""
-        return self._setup.slots + found.split.slots - room.slots
+        return self._setup.slots + result.split.slots - room.slots
 
-    def _say(self, found: SplitsFound, room: Split, counted: int) -> str:
+    def _describe(self, result: SplitsFound, room: Split, counted: int) -> str:
         """Another split, and one memory where that would hit more than it by a point; "" if neither
         is worth a line.
         """
-        it, slots = self._setup, self._slots(found, room)
+        it, slots = self._setup, self._slots(result, room)
         hit, now, one = (
-            100 * hits / found.tokens for hits in (found.hits, found.hits_now, found.hits_one)
+            100 * hits / result.tokens for hits in (result.hits, result.hits_now, result.hits_one)
         )
         instead = f"would be hit instead of {now:.1f} % with"
         ways = []
-        if found.split != room:
+        if result.split != room:
             tokens = it.tokens_beside(slots)
             flags = (
                 f"--max-mamba-cache-size {slots * it.shards:,} and --max-total-tokens {tokens:,}"

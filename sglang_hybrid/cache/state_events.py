@@ -43,7 +43,7 @@ class PlacedBlocks(BlockStored, tag=BlockStored.__name__):  # type: ignore[call-
     tenant: str = ""
 
 
-class _Told:
+class _ReaderView:
     """The part of a node's record that readers know.
 
     tokens: those of its edge; the node has fewer once its edge is cut. states: how many states are
@@ -79,7 +79,7 @@ class StateEvents(KVCacheEventRecorder):
         self.settle: Callable[[], None] = lambda: None
         self._seed = lru_cache(1_024)(kv_event_namespace_seed)
         self._name = lru_cache(1_024)(lambda extra_key, salt: names.name(tenant(extra_key, salt)))
-        self._told: dict[Node, _Told] = {}
+        self._views: dict[Node, _ReaderView] = {}
         self._changed: dict[Node, None] = {}
 
     @classmethod
@@ -94,7 +94,7 @@ class StateEvents(KVCacheEventRecorder):
 
     def follow(self, tree: NodeTree) -> None:
         """The tree of an empty cache, from its beginning on."""
-        self._told, self._changed = {}, {}
+        self._views, self._changed = {}, {}
         self._root = tree.root
         tree.listen(self, from_now=True)
 
@@ -105,12 +105,12 @@ class StateEvents(KVCacheEventRecorder):
 
     def forget(self, node: Node) -> None:
         self._changed.pop(node, None)
-        told = self._known(node)
-        del self._told[node]
-        if told.place is not None and told.place[1] is not None:
+        view = self._view_of(node)
+        del self._views[node]
+        if view.place is not None and view.place[1] is not None:
             self._count(node.parent, -1)
-        if told.shown is not None:
-            self._hide(node, told.shown)
+        if view.shown is not None:
+            self._retract(node, view.shown)
 
     # Called by SGLang
 
@@ -128,7 +128,7 @@ class StateEvents(KVCacheEventRecorder):
         return events
 
     @property
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         """True if `take` may have something to tell."""
         return bool(self._changed or self._queue)
 
@@ -141,9 +141,9 @@ class StateEvents(KVCacheEventRecorder):
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
-            told = self._told.get(node)
-            if told is not None and told.shown is not None and node.parent is not None:
-                yield self._blocks(node, told.shown)
+            view = self._views.get(node)
+            if view is not None and view.shown is not None and node.parent is not None:
+                yield self._blocks(node, view.shown)
                 stack.extend(node.children.values())
 
     # Events of changes
@@ -151,9 +151,9 @@ class StateEvents(KVCacheEventRecorder):
     def _settle(self) -> None:
         changed, self._changed = self._changed, {}
         for node in changed:
-            told, place = self._known(node), place_of(node)
-            before = told.place
-            told.place = place
+            view, place = self._view_of(node), place_of(node)
+            before = view.place
+            view.place = place
             had = before is not None and before[1] is not None
             has = place is not None and place[1] is not None
             if has != had:
@@ -161,76 +161,76 @@ class StateEvents(KVCacheEventRecorder):
         changed |= self._changed  # those above that begin or cease to be told
         self._changed = {}
         for node in sorted(changed, key=lambda node: node.depth):
-            self._tell(node, self._told[node])
+            self._publish(node, self._views[node])
 
     def _count(self, node: Node | None, by: int) -> None:
         """Count `by` more states at or below `node` and each node above it."""
         while node is not None and node is not self._root:
-            told = self._known(node)
-            told.states += by
-            if (told.states > 0) != (told.shown is not None):
+            view = self._view_of(node)
+            view.states += by
+            if (view.states > 0) != (view.shown is not None):
                 self._changed[node] = None
             node = node.parent
 
-    def _known(self, node: Node) -> _Told:
+    def _view_of(self, node: Node) -> _ReaderView:
         """The part of the record of `node` that readers know."""
-        told = self._told.get(node)
-        if told is None:
+        view = self._views.get(node)
+        if view is None:
             below = self._first_cut(node)
             if below is None:
-                told = self._told[node] = _Told(node.tokens)
+                view = self._views[node] = _ReaderView(node.tokens)
             else:
-                self._know_heads(below, self._told[below])
-                told = self._told[node]
-        elif told.tokens > node.tokens:
-            self._know_heads(node, told)
-        return told
+                self._add_heads(below, self._views[below])
+                view = self._views[node]
+        elif view.tokens > node.tokens:
+            self._add_heads(node, view)
+        return view
 
     def _first_cut(self, node: Node) -> Node | None:
         """The node that `node`, which readers do not know, was cut off; None if it is new."""
         stack = list(node.children.values())
         while stack:
             child = stack.pop()
-            told = self._told.get(child)
-            if told is None:
+            view = self._views.get(child)
+            if view is None:
                 stack.extend(child.children.values())
-            elif told.tokens > child.tokens:
+            elif view.tokens > child.tokens:
                 return child
         return None
 
-    def _know_heads(self, node: Node, told: _Told) -> None:
+    def _add_heads(self, node: Node, view: _ReaderView) -> None:
         """The edge of `node` was cut, once or more: readers are told of the ends of the new nodes
         above it, so that later events may name them.
         """
         heads: list[Node] = []
-        while told.tokens > node.tokens + sum(head.tokens for head in heads):
+        while view.tokens > node.tokens + sum(head.tokens for head in heads):
             above = (heads[-1] if heads else node).parent
             assert above is not None
             heads.append(above)
-        told.tokens = node.tokens
+        view.tokens = node.tokens
         for head in reversed(heads):
-            known = self._told[head] = _Told(head.tokens)
-            known.states = told.states
-            known.place = None if told.place is None else (told.place[0], None)
-            known.shown = None if told.shown is None else (told.shown[0], None)
+            known = self._views[head] = _ReaderView(head.tokens)
+            known.states = view.states
+            known.place = None if view.place is None else (view.place[0], None)
+            known.shown = None if view.shown is None else (view.shown[0], None)
             if known.shown is not None:
                 self._queue += self._blocks(head, known.shown)
             self._changed[head] = None
 
-    def _tell(self, node: Node, told: _Told) -> None:
-        wanted = told.place if told.states > 0 else None
-        if wanted == told.shown:
+    def _publish(self, node: Node, view: _ReaderView) -> None:
+        wanted = view.place if view.states > 0 else None
+        if wanted == view.shown:
             return
-        if told.shown is not None and (wanted is None or wanted[0] != told.shown[0]):
-            self._hide(node, told.shown)
-            told.shown = None
+        if view.shown is not None and (wanted is None or wanted[0] != view.shown[0]):
+            self._retract(node, view.shown)
+            view.shown = None
         if wanted is not None:
             # Of KV that stays where it is only the last block is told anew: its state is another.
-            begin = 0 if told.shown is None else node.tokens // self.page_size - 1
+            begin = 0 if view.shown is None else node.tokens // self.page_size - 1
             self._queue += self._blocks(node, wanted, begin)
-        told.shown = wanted
+        view.shown = wanted
 
-    def _hide(self, node: Node, shown: tuple[Tier, Tier | None]) -> None:
+    def _retract(self, node: Node, shown: tuple[Tier, Tier | None]) -> None:
         kv, state = shown
         hashes = self._hashes(node)
         self._queue.append(BlockRemoved(block_hashes=hashes, medium=MEDIA[kv]))

@@ -80,7 +80,7 @@ class Tuning:
         self.splits = SplitWatch(setup, self.recent, lambda: parts.in_force, path)
 
     @property
-    def listens(self) -> bool:
+    def needs_requests(self) -> bool:
         """True if it must be told of requests that ended."""
         return (self.tuner, self.file, self.recorder) != (None, None, None)
 
@@ -95,13 +95,13 @@ class Tuning:
         """`req` ended with `up_to` tokens in the tree. message_starts, reply_start: see
         `PrefillPlans.messages`. hint: what is said of its session.
         """
-        from sglang_hybrid.core.traffic.recorder import Finished, compact
+        from sglang_hybrid.core.traffic.recorder import FinishedRequest, compact
 
         self._ended += 1
         input_len = len(req.origin_input_ids)
         room, evicted = self._room(), bool(self._parts.stats.evicted)
         answer = req.full_untruncated_fill_ids[input_len : up_to + 1]
-        record = Finished(
+        record = FinishedRequest(
             compact(req.origin_input_ids, answer),
             input_len,
             self._cache.step_clock.arrival(req) or float(self._ended),

@@ -91,7 +91,7 @@ def token_positions(
             most = len(text[:end].rstrip()) if place.open_ended else end
             if end - most <= MOST_BLANKS:
                 position = tokens.last_boundary(end, most, [*others, *following])
-        if position is not None and not (0 < position < len(ids) and tokens.are_of(ids, position)):
+        if position is not None and not (0 < position < len(ids) and tokens.equals(ids, position)):
             position = None
         found.append(position)
     return found
@@ -160,7 +160,7 @@ class _Tokens:
         start = cuts[first - 1] if first else (0, 0)
         return cls(tokenizer, encode_kwargs, text[: place + AHEAD], start)
 
-    def are_of(self, ids: Sequence[int], position: int) -> bool:
+    def equals(self, ids: Sequence[int], position: int) -> bool:
         """True if the tokens before `position` are those of `ids`."""
         return self.ids[: position - self._token] == list(ids[self._token : position])
 
@@ -171,11 +171,11 @@ class _Tokens:
         beyond = np.flatnonzero(self._ends > most - self._character)
         last = int(beyond[0]) if beyond.size else len(self.ids)
         for position in range(last, max(0, last - AGREED), -1):
-            if all(self._stays(position, place - self._character, text) for text in continuations):
+            if all(self._agrees(position, place - self._character, text) for text in continuations):
                 return self._token + position
         return None
 
-    def _stays(self, position: int, place: int, continuation: str) -> bool:
+    def _agrees(self, position: int, place: int, continuation: str) -> bool:
         """True if the tokens before `position` are the same where `continuation` follows."""
         first = max(0, position - WINDOW)
         start = self._offsets[first][0]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from sglang_hybrid.chats.breakpoints import common_start
 from sglang_hybrid.core.queue.prefix_overlap import as_key, common_prefix
 from sglang_hybrid.core.records.latest import Latest
-from sglang_hybrid.explain.changing_text import same_behind
+from sglang_hybrid.explain.changing_text import common_suffix_len
 from sglang_hybrid.serving.tenants import Tenant, tenant_of_prompt
 
 MOST_BYTES = 64 << 20
@@ -125,7 +125,7 @@ def compare(before: SentPrompt, now: SentPrompt) -> Divergence | None:
                 _around(other, at),
                 shared_tokens=shared,
                 missed_tokens=len(before.ids) - shared,
-                same_tokens=same_behind(now.ids, before.ids),
+                same_tokens=common_suffix_len(now.ids, before.ids),
             )
     return None
 

@@ -30,7 +30,7 @@ def plan_for(page_size: int, drafted: int | None = None, *, lazily: bool = False
         _grid = None if lazily else speculative_grid(page_size, drafted)
 
 
-def leave_to_sglang() -> None:
+def use_sglang_grid() -> None:
     """Let this process track decode states every `--mamba-track-interval` tokens."""
     global _grid
     _grid = None

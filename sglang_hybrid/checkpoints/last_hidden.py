@@ -33,7 +33,7 @@ class LastHidden:
 
 
 @dataclass
-class Wanted:
+class HiddenCapture:
     """The last hidden states that a prefill shall leave: of the sequences `rows` of its batch.
 
     left: these, in the order of `rows`, once the forward has been launched; empty where its
@@ -54,11 +54,11 @@ class Wanted:
             self.left = [LastHidden(state, processor, lm_head) for state in last]
 
 
-_under_way: Wanted | None = None
+_under_way: HiddenCapture | None = None
 
 
 @contextmanager
-def leaving(wanted: Wanted) -> Iterator[None]:
+def capturing(wanted: HiddenCapture) -> Iterator[None]:
     """The forward that is launched within leaves what is `wanted`."""
     global _under_way
     _under_way = wanted
@@ -68,7 +68,7 @@ def leaving(wanted: Wanted) -> Iterator[None]:
         _under_way = None
 
 
-def under_way() -> Wanted | None:
+def current_capture() -> HiddenCapture | None:
     """The hidden states that the forward that is being launched shall leave. SGLang gives its
     layers a copy of the batch, without what we add to it.
     """

@@ -69,7 +69,7 @@ class MessageBoundaries:
         found = (
             openers
             for as_content in (_text, _parts)
-            for openers in _tried(_openers, tokenizer, as_content, template)
+            for openers in _probe(_openers, tokenizer, as_content, template)
         )
         openers, reply_opener = next(found, ({}, ()))
         if "user" in openers:
@@ -190,7 +190,7 @@ def _openers(
 ) -> tuple[dict[str, list[Opener]], Opener]:
     probe, twin = (_Probe(tokenizer, as_content, template, *names) for names in TOOLS)
     probe.check()
-    return probe.openers(twin), next(iter(_tried(probe.reply_opener)), ())
+    return probe.openers(twin), next(iter(_probe(probe.reply_opener)), ())
 
 
 class _Probe:
@@ -225,11 +225,11 @@ class _Probe:
 
         twin: calls another tool, so that no opener ends in a tool's name or the id of a call.
         """
-        self._assistant = [*_tried(self._reply), *_tried(self._generation_prompt)]
-        headers = [("system", header) for header in _tried(self._first, ("system", "user"))]
+        self._assistant = [*_probe(self._reply), *_probe(self._generation_prompt)]
+        headers = [("system", header) for header in _probe(self._first, ("system", "user"))]
         for roles in CONVERSATIONS:
-            pairs = zip(_tried(self._between, roles), _tried(twin._between, roles), strict=False)
-            headers += [(roles[-1], pair[0][: _agreement(pair)]) for pair in pairs]
+            pairs = zip(_probe(self._between, roles), _probe(twin._between, roles), strict=False)
+            headers += [(roles[-1], pair[0][: _shared_len(pair)]) for pair in pairs]
         found = dict.fromkeys((role, tuple(self._shortest(header))) for role, header in headers)
         usable = [
             (role, opener)
@@ -250,7 +250,7 @@ class _Probe:
         """
         prompt, begins = self._prompt()
         later = self._renderings(("user", "assistant", "user"), 1)
-        opener = prompt[begins : _agreement([prompt, *later])]
+        opener = prompt[begins : _shared_len([prompt, *later])]
         special_at = self._special_at(opener)
         return tuple(opener[special_at[0] :]) if special_at else ()
 
@@ -266,20 +266,20 @@ class _Probe:
     def _prompt(self) -> tuple[list[int], int]:
         """A prompt for a reply, and where what only a prompt for one has begins in it."""
         without, prompt = (self._render(("user",), prompted=prompted) for prompted in (False, True))
-        return prompt, _agreement([without, prompt])
+        return prompt, _shared_len([without, prompt])
 
     def _first(self, roles: Sequence[str]) -> list[int]:
         """The tokens before the content of the first message, without the begin of text."""
         renderings = self._renderings(roles, 0)
-        header = renderings[0][: _agreement(renderings)]
+        header = renderings[0][: _shared_len(renderings)]
         return self._from_text(header[header[:1] == [self._bos] :])
 
     def _between(self, roles: Sequence[str]) -> list[int]:
         """The tokens before the content of the last message that do not end the one before."""
         ids, start, end = self._gap(roles)
         gap = ids[start:end]
-        tail = next(iter(_tried(self._tail, roles[:-1])), self._through_eos(gap))
-        cut = _agreement([gap, tail])
+        tail = next(iter(_probe(self._tail, roles[:-1])), self._through_eos(gap))
+        cut = _shared_len([gap, tail])
         header = gap[cut:]
         if cut < len(tail) and not self._has_special_id(header):
             # The conversation cut off goes on with an opener that begins alike.
@@ -291,7 +291,7 @@ class _Probe:
         """A rendering, and from where to where it is between its last two contents."""
         renderings = self._renderings(roles, len(roles) - 1)
         ids = renderings[0]
-        return ids, len(ids) - len(self._rest(roles, len(roles) - 2)), _agreement(renderings)
+        return ids, len(ids) - len(self._rest(roles, len(roles) - 2)), _shared_len(renderings)
 
     def _through_eos(self, gap: list[int]) -> list[int]:
         return gap[: max((at + 1 for at, index in enumerate(gap) if index == self._eos), default=0)]
@@ -302,7 +302,7 @@ class _Probe:
     def _rest(self, roles: Sequence[str], place: int) -> list[int]:
         """The tokens after the content of the message at a place."""
         renderings = self._renderings(roles, place)
-        length = _agreement([ids[::-1] for ids in renderings])
+        length = _shared_len([ids[::-1] for ids in renderings])
         return renderings[0][len(renderings[0]) - length :]
 
     def _renderings(self, roles: Sequence[str], place: int) -> list[list[int]]:
@@ -387,7 +387,7 @@ class _Probe:
         return index not in self._special_ids and (not text.strip() or "\n" in text)
 
 
-def _tried(probe: Callable[..., Answer], *args: Any) -> list[Answer]:
+def _probe(probe: Callable[..., Answer], *args: Any) -> list[Answer]:
     """The answer of a probe, or none where the template refuses the conversation."""
     try:
         return [probe(*args)]
@@ -396,7 +396,7 @@ def _tried(probe: Callable[..., Answer], *args: Any) -> list[Answer]:
         return []
 
 
-def _agreement(sequences: Sequence[Sequence[int]]) -> int:
+def _shared_len(sequences: Sequence[Sequence[int]]) -> int:
     """Length of the common prefix."""
     shortest = min(map(len, sequences))
     columns = zip(*sequences, strict=False)

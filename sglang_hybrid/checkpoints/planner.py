@@ -235,7 +235,7 @@ class Planner:
             self._open.pop(req, None)
 
     def _pass(self, req: Req, plan: CheckpointPlan) -> list[PendingCheckpoint]:
-        taken, skipped = plan.take_passed(
+        taken, skipped = plan.take_in_prefill(
             self._slots, req.prefix_len, req.extend_end, self._grid, self._min_branch_tokens
         )
         for request, skip in skipped:

@@ -36,7 +36,7 @@ class PrefixWait:
         self._waited: PerRequest[int] = PerRequest()
         self._keys: PerRequest[bytes] = PerRequest()
 
-    def now_waiting(self, queue: Iterable[Req]) -> None:
+    def update_waiting(self, queue: Iterable[Req]) -> None:
         """The queue as it is before a batch is filled."""
         if self._planner is None:
             return
@@ -50,7 +50,7 @@ class PrefixWait:
             self._overlap.add_key(req, self._key(req), tenant_of(req))
 
     @property
-    def any_wait(self) -> bool:
+    def has_waiting(self) -> bool:
         """True if requests of the queue have not joined a batch."""
         return bool(self._overlap.names())
 

@@ -301,19 +301,19 @@ class SequenceWriter:
     ``asked`` are pairs of a position, in tokens of this prefill, and a slot [1].
     """
 
-    asked: list[tuple[int, Tensor]]
+    targets: list[tuple[int, Tensor]]
     pool: Tensor
 
     @property
     def positions(self) -> list[int]:
         """The numbers of tokens after which a state is wanted, each once, in order."""
-        return sorted({tokens for tokens, _ in self.asked})
+        return sorted({tokens for tokens, _ in self.targets})
 
     def put(self, state: Tensor, tokens: int) -> None:
         """Write the sequence's state after so many tokens, if it is wanted. state: a slot's values
         in the pool's order, in any shape.
         """
-        for wanted, slot in self.asked:
+        for wanted, slot in self.targets:
             if wanted == tokens:
                 self.pool[slot] = state.view(self.pool.shape[1:]).to(self.pool.dtype)
 

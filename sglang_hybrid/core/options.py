@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -24,7 +24,7 @@ MOST_SECONDS: Final = 1e9
 MOST_PROCESSES: Final = 1_000
 
 
-def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+def integer(least: int, most: int = MOST) -> Callable[[str], int]:
     """The reader of an option that is a whole number from `least` to `most`."""
     return _within(int, least, most, f"a whole number from {least:,} to {most:,}")
 
@@ -40,7 +40,7 @@ def _within(make: Callable[[str], N], least: N, most: N, what: str) -> Callable[
             value = make(text)
             if least <= value <= most:  # nor NaN
                 return value
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not {what}")
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not {what}")
 
     return read
 
@@ -57,7 +57,7 @@ def read_by(read: Callable[[str], T]) -> Callable[[str], T]:
     return option
 
 
-port = whole(0, LAST_PORT)
+port = integer(0, LAST_PORT)
 
 
 def server_url(text: str, schemes: Sequence[str] = ("http", "https")) -> str:
@@ -69,7 +69,7 @@ def server_url(text: str, schemes: Sequence[str] = ("http", "https")) -> str:
         known = False
     if not known or not (text.isascii() and text.isprintable()):
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is no server's address; write http://HOST:PORT"
+            f"{quote(text)} is no server's address; write http://HOST:PORT"
         )
     return text.rstrip("/")
 
@@ -77,5 +77,5 @@ def server_url(text: str, schemes: Sequence[str] = ("http", "https")) -> str:
 def host(text: str) -> str:
     """A name or an address to listen on."""
     if not re.fullmatch(r"[\w.:%-]+", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no name or address of a machine")
+        raise argparse.ArgumentTypeError(f"{quote(text)} is no name or address of a machine")
     return text

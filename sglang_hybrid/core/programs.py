@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, Never
 
 from sglang_hybrid import __version__
-from sglang_hybrid.core.sentences import meant, say, shown
+from sglang_hybrid.core.sentences import print_line, quote, suggest
 
 FAILED: Final = 1
 USAGE_ERROR: Final = 2
@@ -35,8 +35,8 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            near = meant(str(value), map(str, action.choices or ()))
-            error.message = f"invalid choice: {shown(value)}{near}" if near else error.message
+            near = suggest(str(value), map(str, action.choices or ()))
+            error.message = f"invalid choice: {quote(value)}{near}" if near else error.message
             raise
 
 
@@ -68,7 +68,7 @@ def program(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             why = "there is not enough memory for what it was given"
         except KeyboardInterrupt:
             status, why = INTERRUPTED, ""
-        say(f"error: {why}" if why else "interrupted", sys.stderr)
+        print_line(f"error: {why}" if why else "interrupted", sys.stderr)
         return status
 
     return run

@@ -11,7 +11,7 @@ from typing import Final, TextIO
 LONGEST_NUMBER: Final = 200
 """Bits of a number that a sentence shows."""
 
-MOST_MEANT: Final = 3
+MOST_SUGGESTED: Final = 3
 """Names that a sentence offers in the place of one that is unknown."""
 
 _short = reprlib.Repr()
@@ -19,14 +19,14 @@ _short.maxstring = _short.maxother = 60
 _short.maxlist = _short.maxdict = 4
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """`value` as Python writes it, shortened."""
     if isinstance(value, int) and value.bit_length() > LONGEST_NUMBER:
         return f"a number of {value.bit_length():,} bits"
     return _short.repr(value)
 
 
-def meant(name: str, names: Iterable[str], like: float = 0.6) -> str:
+def suggest(name: str, names: Iterable[str], like: float = 0.6) -> str:
     """The end of a sentence about a name that is none of `names`, as " (did you mean lru?)": what
     it is short for, or else the one that is most like it; "" if none is.
 
@@ -34,22 +34,22 @@ def meant(name: str, names: Iterable[str], like: float = 0.6) -> str:
     """
     known = list(names)
     longer = [each for each in known if each.startswith(name)]
-    near = longer if 0 < len(longer) <= MOST_MEANT else get_close_matches(name, known, 1, like)
+    near = longer if 0 < len(longer) <= MOST_SUGGESTED else get_close_matches(name, known, 1, like)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def plain(text: object) -> str:
+def escape(text: object) -> str:
     """`text` on one line: line ends, control characters, and whatever else does not print, are
     written as Python writes them (`\\n`, `\\x1b`), so that they do nothing to a terminal or a log.
     """
-    said = str(text)
-    if said.isprintable():
-        return said
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in said)
+    line = str(text)
+    if line.isprintable():
+        return line
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
 
 
-def say(line: object, file: TextIO | None = None) -> None:
-    """Print one line for a person, on stdout by default: `plain`, whatever files, servers and
+def print_line(line: object, file: TextIO | None = None) -> None:
+    """Print one line for a person, on stdout by default: `escape`, whatever files, servers and
     clients put into it.
     """
-    print(plain(line), file=sys.stdout if file is None else file, flush=True)
+    print(escape(line), file=sys.stdout if file is None else file, flush=True)

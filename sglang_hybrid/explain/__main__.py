@@ -25,7 +25,7 @@ import requests
 from sglang_hybrid.core.named_files import read_json, read_text
 from sglang_hybrid.core.options import read_by, server_url
 from sglang_hybrid.core.programs import Parser, program
-from sglang_hybrid.core.sentences import say
+from sglang_hybrid.core.sentences import print_line
 from sglang_hybrid.core.traffic.requests import MOST_TOKENS
 from sglang_hybrid.explain.miss_report import MissReport
 from sglang_hybrid.explain.render import render
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(msgspec.to_builtins(report), indent=2), flush=True)
         return 0
     for line in render(report):
-        say(line)
+        print_line(line)
     return 0
 
 

@@ -61,7 +61,7 @@ def find_changing_text(
     return None
 
 
-def same_behind(prompt: Tokens, earlier: Tokens) -> int:
+def common_suffix_len(prompt: Tokens, earlier: Tokens) -> int:
     """Tokens of `prompt` [n] that are equal again behind the place at which it parts from `earlier`
     [m]; 0 if it parts nowhere.
     """

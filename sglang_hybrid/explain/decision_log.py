@@ -96,7 +96,7 @@ class DecisionLog:
         """The state of `node` is evicted; the node is still in the tree."""
         shadow_tree = self._records()
         record = shadow_tree.record(node)
-        pool = shadow_tree.asked
+        pool = shadow_tree.victim_pool
         score = None if pool is None or math.isinf(pool.last_score) else pool.last_score
         whose = _tenant_of_node(node)
         recipient = self._recipient
@@ -128,7 +128,7 @@ class DecisionLog:
 
     def _eviction(self, records: ShadowTree) -> tuple[int, float, Scarce | None, str]:
         """Order, time, short pool and policy of an eviction that happens now."""
-        pool = records.asked
+        pool = records.victim_pool
         policy = pool.policy.name if pool else self._cache.policy_name
         short = None if pool is None else pool.scarce
         return self.decisions.count, records.clock.stamp, short, policy

@@ -47,36 +47,36 @@ class Explainer:
         ]
         return ours if self._cache.resumable else [*ours, (ResumableReq, _publishes_no_states)]
 
-    def answer(self, asked: ExplainReq) -> ExplainReqOutput:
+    def answer(self, request: ExplainReq) -> ExplainReqOutput:
         """The report that is asked for, or one sentence that says why there is none."""
         try:
-            return self._answer(asked)
+            return self._answer(request)
         except Exception:  # whatever was asked, the scheduler goes on
             logger.exception("sglang_hybrid: a miss could not be explained.")
             return ExplainReqOutput(error="the explanation failed; the server's log says why.")
 
-    def _residency(self, asked: ResidencyReq) -> ResidencyReqOutput:
+    def _residency(self, request: ResidencyReq) -> ResidencyReqOutput:
         from sglang_hybrid.explain.prefix_tiers import PrefixTiers
 
-        return PrefixTiers(self._cache).answer(asked)
+        return PrefixTiers(self._cache).answer(request)
 
-    def _answer(self, asked: ExplainReq) -> ExplainReqOutput:
+    def _answer(self, request: ExplainReq) -> ExplainReqOutput:
         from sglang_hybrid.explain.explanation import Explanation
 
         if self._cache.disable:
             return ExplainReqOutput(error="the server runs without a prefix cache.")
-        whose = tenant(asked.extra_key, asked.cache_salt)
+        whose = tenant(request.extra_key, request.cache_salt)
         explanation = Explanation(self._cache, self._decision_log, whose)
-        if asked.request_id is None:
-            if not asked.input_ids:
+        if request.request_id is None:
+            if not request.input_ids:
                 return ExplainReqOutput(error="the prompt has no tokens.")
-            prompt = array("q", asked.input_ids)
+            prompt = array("q", request.input_ids)
             report = explanation.of_prompt(prompt)
         else:
-            seen = self._decision_log.recent.get(whose, asked.request_id)
+            seen = self._decision_log.recent.get(whose, request.request_id)
             if seen is None:
-                return ExplainReqOutput(error=explanation.unknown(asked.request_id))
-            report = explanation.of_request(asked.request_id, seen)
+                return ExplainReqOutput(error=explanation.unknown(request.request_id))
+            report = explanation.of_request(request.request_id, seen)
             prompt = seen.tokens
         before, found = None, None if report.unstored is None else report.unstored.changing_text
         if found is not None and found.position <= MOST_BEFORE:

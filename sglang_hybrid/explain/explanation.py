@@ -55,7 +55,7 @@ class Explanation:
         if self._cache.is_mamba_enabled:
             ends = [depth for depth, _ in path if depth > hit] + [kv] * (kv > hit)
             for end in dict.fromkeys(ends):
-                missed.setdefault(end, self._reasons.nothing_noted(end, hit, branch=end == kv))
+                missed.setdefault(end, self._reasons.unlogged_miss(end, hit, branch=end == kv))
         start = max(kv, known or 0)
         changing_text = self._decision_log.changing_text(prompt, self._tenant, start, hit)
         return MissReport(
@@ -85,7 +85,7 @@ class Explanation:
         if seen.report.missed is not Missed.NO_SLOT:  # there a state was not missing
             missed = self._reasons.missed_checkpoints(before, hit, usable)
             if self._cache.is_mamba_enabled and seen.kv > hit:
-                missed.setdefault(seen.kv, self._reasons.nothing_noted(seen.kv, hit, branch=True))
+                missed.setdefault(seen.kv, self._reasons.unlogged_miss(seen.kv, hit, branch=True))
         left = sorted(seen.report.checkpoints)
         taken = {position for position, _ in left}
         refused = {

@@ -41,19 +41,19 @@ class PrefixTiers:
     def __init__(self, cache: HybridRadixCache) -> None:
         self._cache = cache
 
-    def answer(self, asked: ResidencyReq) -> ResidencyReqOutput:
+    def answer(self, request: ResidencyReq) -> ResidencyReqOutput:
         """A place for each prefix; none where there is no cache."""
         try:
-            return ResidencyReqOutput(places=[] if self._cache.disable else self._places(asked))
+            return ResidencyReqOutput(places=[] if self._cache.disable else self._places(request))
         except Exception:  # whatever was asked, the scheduler goes on
             logger.exception("sglang_hybrid: where prefixes are stored could not be told.")
             return ResidencyReqOutput(places=[])
 
-    def _places(self, asked: ResidencyReq) -> list[Place]:
+    def _places(self, request: ResidencyReq) -> list[Place]:
         on_disk = DiskPrefixes(self._cache)
         prefixes: list[RadixKey] = []
-        page, whose = self._cache.page_size, tenant(asked.extra_key, asked.cache_salt)
-        for parent, edge in asked.prefixes:
+        page, whose = self._cache.page_size, tenant(request.extra_key, request.cache_salt)
+        for parent, edge in request.prefixes:
             ids = (prefixes[parent].token_ids if parent >= 0 else array("q")) + array("q", edge)
             key = prefix_key(self._cache, ids, whose, len(ids) // page * page)
             prefixes.append(key)
@@ -87,12 +87,12 @@ class DiskPrefixes:
         self._page_size = cache.page_size
         controller = getattr(cache, "cache_controller", None)
         self._backend: Any = getattr(controller, "storage_backend", None)
-        self._asked: list[tuple[int, RadixKey]] = []
+        self._keys: list[tuple[int, RadixKey]] = []
         self._last_pages: dict[int, str | None] = {}
 
     def add(self, parent: int, key: RadixKey) -> None:
         """The next prefix. parent: the number of the one above it, -1 for none."""
-        self._asked.append((parent, key))
+        self._keys.append((parent, key))
 
     def holds(self, number: int) -> tuple[bool, bool]:
         """True if all KV of a prefix is there, and the state at its end."""
@@ -101,22 +101,22 @@ class DiskPrefixes:
             return False, False
         return True, self._knows(PoolName.MAMBA, [last_page])
 
-    def _last_page(self, asked: int) -> str | None:
+    def _last_page(self, wanted: int) -> str | None:
         """The key under which the last page of a prefix is stored; None if not all its pages are
         there.
         """
         above = []  # itself and those above it that were not looked up yet, the deepest first
-        number = asked
+        number = wanted
         while number >= 0 and number not in self._last_pages:
             above.append(number)
-            number = self._asked[number][0]
+            number = self._keys[number][0]
         for each in reversed(above):
-            parent, key = self._asked[each]
-            start = len(self._asked[parent][1]) if parent >= 0 else 0
+            parent, key = self._keys[each]
+            start = len(self._keys[parent][1]) if parent >= 0 else 0
             last = self._last_pages.get(parent)
             there = not start or last is not None
             self._last_pages[each] = self._last_stored_page(last, start, key) if there else None
-        return self._last_pages[asked]
+        return self._last_pages[wanted]
 
     def _last_stored_page(self, last: str | None, start: int, key: RadixKey) -> str | None:
         """The last page of `key`, of which `start` tokens are known to be there and to end in the

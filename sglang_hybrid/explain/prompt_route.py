@@ -40,10 +40,10 @@ ROUTES = frozenset(
 )
 """The routes that send prompts to be answered."""
 
-_asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+_asked: ContextVar[_PromptQuery | None] = ContextVar("asked", default=None)
 
 
-class _Asked:
+class _PromptQuery:
     """The prompt that is asked for. found: it, once it is known."""
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class _Asked:
         self.closed = asyncio.Event()
 
 
-def is_asked_only() -> bool:
+def is_prompt_query() -> bool:
     """True if the request that this task serves is not to reach a scheduler."""
     return _asked.get() is not None
 
 
-async def keep_from_scheduler(prompts: Any) -> None:
+async def answer_prompt_query(prompts: Any) -> None:
     """Note a tokenized prompt, the first of a batch, for who asked for it. Raises CancelledError,
     as where a client has gone: SGLang then forgets the request.
     """
@@ -74,10 +74,10 @@ async def keep_from_scheduler(prompts: Any) -> None:
 
 def _name(prompt: Any) -> str:
     """The name in events of the tenant under which a scheduler stores a tokenized prompt."""
-    from sglang_hybrid.storage.codecs.exactness import apart_if_exact
+    from sglang_hybrid.storage.codecs.exactness import storage_key
 
     key = stored_under(getattr(prompt, "extra_key", None), prompt.lora_id)
-    key = apart_if_exact(key, fields_of(prompt))
+    key = storage_key(key, fields_of(prompt))
     return tenant_names().name(tenant(key, getattr(prompt, "cache_salt", None)))
 
 
@@ -94,7 +94,7 @@ async def prompt(route: str, request: Request) -> Response:
         routes = ", ".join(sorted(ROUTES))
         error = {"message": f"{path} sends no prompt to be answered; these do: {routes}."}
         return JSONResponse({"error": error}, HTTPStatus.NOT_FOUND)
-    asked = _Asked()
+    asked = _PromptQuery()
     _asked.set(asked)
     serving = asyncio.create_task(_serve(request, path))
     try:

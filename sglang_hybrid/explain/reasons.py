@@ -98,7 +98,7 @@ class Reasons:
             pinned=event.pinned,
         )
 
-    def nothing_noted(self, position: int, hit: int, *, branch: bool) -> MissedCheckpoint:
+    def unlogged_miss(self, position: int, hit: int, *, branch: bool) -> MissedCheckpoint:
         """The reason why a position holds no state that no decision tells of."""
         cache = self._cache
         gain = position - hit

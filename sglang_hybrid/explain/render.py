@@ -31,12 +31,12 @@ FREE_SLOTS_ONLY = ("chunk", "prompt_end")
 """Kinds that push nothing out where nobody knows how often they come back
 (core/checkpoints/admission.py)."""
 
-WORTH_MENDING = 16
+LEAST_REMEDY_GAIN = 16
 """Tokens that a checkpoint must have saved for a flag to be named."""
 
 UNLIKELY, LIKELY = THRESHOLDS
 
-SHOWN = 12
+MOST_LISTED = 12
 """Positions that are named one by one."""
 
 
@@ -78,7 +78,7 @@ def remedy(report: MissReport) -> str | None:
             "the last message."
         )
     for missed in report.deeper:
-        if missed.gain < WORTH_MENDING:
+        if missed.gain < LEAST_REMEDY_GAIN:
             continue
         if missed.reason in (Reason.NO_SLOT, Reason.NOT_WORTH):
             return _more(cache, "states")
@@ -142,12 +142,12 @@ def _deeper(report: MissReport) -> Iterator[str]:
     if not report.deeper:
         return
     yield "Where a checkpoint would have helped, deepest first:"
-    for missed in report.deeper[:SHOWN]:
+    for missed in report.deeper[:MOST_LISTED]:
         kind = "" if missed.kind is None else f"{_kind(missed.kind)}: "
         why = _why(missed, report.cache)
         yield f"  token {missed.position:,} (+{missed.gain:,}) {kind}{why}"
-    if len(report.deeper) > SHOWN:
-        yield f"  and {len(report.deeper) - SHOWN} more (--json lists them)"
+    if len(report.deeper) > MOST_LISTED:
+        yield f"  and {len(report.deeper) - MOST_LISTED} more (--json lists them)"
 
 
 def _why(missed: MissedCheckpoint, cache: CacheSnapshot) -> str:

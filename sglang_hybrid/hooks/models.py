@@ -13,7 +13,7 @@ def pad_only_heads(adjust: Callable[..., Any], model_config: Any, *more: Any, **
     return adjust(model_config, *more, **named)
 
 
-def take_the_served_type(
+def use_serving_dtype(
     make: Callable[..., None],
     layer: Any,
     batch: int,
@@ -88,7 +88,7 @@ def forget_released_weights(manager: Any, request: Any) -> None:
         weights.on_change()
 
 
-def know_its_stage(*, model: Any, model_num_layers: int) -> tuple[tuple[()], dict[str, Any]] | None:
+def use_own_layers(*, model: Any, model_num_layers: int) -> tuple[tuple[()], dict[str, Any]] | None:
     """A model whose inner model alone says which layers this stage of a pipeline has (Nemotron-H):
     SGLang takes it to have all of them, so that each stage has pools for all, and a prefill server
     in stages hands over states that it never computed.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def set_nothing_aside(begin: Callable[..., None], allocator: Any, requests: int) -> None:
+def reserve_no_states(begin: Callable[..., None], allocator: Any, requests: int) -> None:
     """SGLang's unified pool sets no states aside for requests that wait: it would take bytes from
     the KV, and move it.
     """

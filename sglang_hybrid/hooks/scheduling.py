@@ -9,7 +9,7 @@ from typing import Any
 from sglang_hybrid.core.extensions import extension
 
 
-def bring_prefill_adder(adder: type, scheduler: Any) -> Any:
+def provide_prefill_adder(adder: type, scheduler: Any) -> Any:
     """The cache brings the `PrefillAdder` that knows its state slots, and gives it the queue, and
     on a prefill server those that reach the queue once a decode server has room for them. Stages
     of a pipeline learn of that at different times.
@@ -54,7 +54,7 @@ def show_waiting_queue(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
         schedule.step(scheduler.waiting_queue)
 
 
-def rank_what_changed(
+def rank_changed(
     policy: Any, waiting_queue: list[Any], *more: Any, **named: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Ranking looks up only those waiting requests that may find something else than before."""
@@ -93,7 +93,7 @@ def count_earlier_tokens(_: None, orchestrator: Any, *__: Any, **___: Any) -> No
         extension("guard.penalties").count_earlier(orchestrator)
 
 
-def outlive_profiler(step: Callable[[Any, Any], None], profiler: Any, batch: Any) -> None:
+def survive_profiler_errors(step: Callable[[Any, Any], None], profiler: Any, batch: Any) -> None:
     """A profile that cannot be written ends the profile, and the server goes on."""
     extension("guard.control").profile_step(step, profiler, batch)
 
@@ -110,9 +110,9 @@ def send_to_prefix(controller: Any, request: Any, *more: Any, **named: Any) -> N
 def tell_of_closed_session(controller: Any, request: Any) -> None:
     """The cache learns which requests of a closed session nobody continued."""
     session = controller.sessions.get(request.session_id)
-    if session is not None and hasattr(controller.tree_cache, "session_closed"):
+    if session is not None and hasattr(controller.tree_cache, "on_session_close"):
         nodes = session.req_nodes.values()
-        controller.tree_cache.session_closed([node.req for node in nodes if not node.children])
+        controller.tree_cache.on_session_close([node.req for node in nodes if not node.children])
 
 
 def compute_hidden_states(_: int, request: Any, *__: Any) -> int | None:
@@ -136,20 +136,20 @@ def take_cache_fields(request: Any, _: Any, tokenized: Any, *__: Any, **___: Any
     what may come from others.
     """
     from sglang_hybrid.serving.requests.cache_fields import CacheFields, fields_of
-    from sglang_hybrid.storage.codecs.exactness import apart_if_exact
+    from sglang_hybrid.storage.codecs.exactness import storage_key
 
     said = fields_of(tokenized)
     request.hybrid = said if request.session is None else CacheFields(route=said.route)
-    request.extra_key = apart_if_exact(request.extra_key, request.hybrid)
+    request.extra_key = storage_key(request.extra_key, request.hybrid)
 
 
-def tell_images_apart(_: Any, request: Any, inputs: Any) -> None:
+def set_image_identities(_: Any, request: Any, inputs: Any) -> None:
     """Images of a request get token ids that no other image has, before the prompt gets them."""
-    from sglang_hybrid.serving.images import tell_apart
+    from sglang_hybrid.serving.images import set_image_identity
     from sglang_hybrid.serving.tenants import tenant_of
 
     for item in inputs.mm_items:
-        tell_apart(item, tenant_of(request))
+        set_image_identity(item, tenant_of(request))
     inputs.padded_input_ids = None
 
 

@@ -14,7 +14,7 @@ def send_arrival(state: dict[str, Any], stats: Any) -> None:
     state.setdefault("created_time", stats.created_time)
 
 
-def log_what_can_be(log: Callable[..., None], logger: Any, *args: Any, **kwargs: Any) -> None:
+def skip_unloggable(log: Callable[..., None], logger: Any, *args: Any, **kwargs: Any) -> None:
     """A log of requests (--log-requests) decodes their token ids, before they are checked; wrong
     ones are refused by the checks.
     """
@@ -95,11 +95,11 @@ async def send_prompts(
     idle, together with all that have reached this process by now. One that is only asked for is not
     sent.
     """
-    from sglang_hybrid.explain.prompt_route import is_asked_only, keep_from_scheduler
+    from sglang_hybrid.explain.prompt_route import answer_prompt_query, is_prompt_query
     from sglang_hybrid.serving.requests.arrivals import are_gathered, arrivals_of
 
-    if is_asked_only():
-        await keep_from_scheduler(prompts)
+    if is_prompt_query():
+        await answer_prompt_query(prompts)
     if are_gathered(manager, prompts):
         await arrivals_of(manager, send).send(prompts)
     else:
@@ -143,7 +143,7 @@ def kill_process_tree(kill: Callable[..., None], *args: Any, **kwargs: Any) -> N
     extension("guard.shutdown").kill_process_tree(*args, **kwargs)
 
 
-def leave_nothing(launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def end_processes_at_exit(launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """An HTTP server that ends, ends its processes and removes their shared memory, whichever
     program started it: SGLang's kill them, and with them Python's resource tracker.
     """
@@ -167,11 +167,11 @@ def track_load_snapshots(init: Callable[..., None], writer: Any, *args: Any, **n
             extension("guard.processes").register_shared_memory(writer.path)
 
 
-def hide_keys(told: Any, *_: Any, **__: Any) -> Any:
+def hide_keys(arguments: Any, *_: Any, **__: Any) -> Any:
     """Hide keys where SGLang hides the secret of watermarks in arguments."""
-    from sglang_hybrid.serving.requests.secrets import without_keys
+    from sglang_hybrid.serving.requests.secrets import with_hidden_keys
 
-    return without_keys(told)
+    return with_hidden_keys(arguments)
 
 
 def hide_given_keys(command: Any, *more: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

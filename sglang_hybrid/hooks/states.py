@@ -87,7 +87,7 @@ def carry_copies(_: None, batch: Any, decoding: Any, *__: Any, **___: Any) -> No
     batch.state_copies = getattr(decoding, "state_copies", None)
 
 
-def track_nothing(track: Callable[[Any, Any], Any], batch: Any, req: Any) -> Any:
+def disable_tracking(track: Callable[[Any, Any], Any], batch: Any, req: Any) -> Any:
     """SGLang tracks no state of its own in a prefill whose checkpoints are planned."""
     if not getattr(batch.tree_cache, "plans_checkpoints", False):
         return track(batch, req)
@@ -124,7 +124,7 @@ def leave_last_hidden(
     """A prefill of prompts that were asked before leaves the hidden states of their last tokens."""
     from sglang_hybrid.checkpoints import last_hidden
 
-    wanted = last_hidden.under_way()
+    wanted = last_hidden.current_capture()
     if wanted is not None and all(other is None for other in (*more, *named.values())):
         wanted.take(processor, lm_head, hidden_states, metadata.extend_seq_lens_cpu)
 
@@ -141,10 +141,10 @@ def answer_from_last_hidden(
         return run(runner, forward, *more, **named)
     from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
-    from sglang_hybrid.checkpoints.last_hidden import Answers, leaving
+    from sglang_hybrid.checkpoints.last_hidden import Answers, capturing
 
     if not isinstance(kept, Answers):
-        with leaving(kept):
+        with capturing(kept):
             return run(runner, forward, *more, **named)
     runner._maybe_execute_deferred_mamba_cow_and_clear(forward)
     logits = kept.logits(forward.input_ids, forward)

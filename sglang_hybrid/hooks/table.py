@@ -24,7 +24,7 @@ HOOKS: tuple[Hook, ...] = (
     # The scheduler: who runs next, and what it hears and tells.
     *_in(
         "sglang.srt.managers.scheduler",
-        ("Scheduler.get_prefill_adder_class", _AFTER, scheduling.bring_prefill_adder, Need.CACHE),
+        ("Scheduler.get_prefill_adder_class", _AFTER, scheduling.provide_prefill_adder, Need.CACHE),
         ("Scheduler._process_hicache_events", _AFTER, scheduling.show_waiting_queue, Need.CACHE),
         ("Scheduler.init_request_dispatcher", _AFTER, scheduling.handle_our_requests, Need.CACHE),
         ("Scheduler._poll_timeout_aborts", _AFTER, scheduling.add_step_messages, Need.CACHE),
@@ -33,7 +33,7 @@ HOOKS: tuple[Hook, ...] = (
         (
             "Scheduler._try_apply_padded_mm_input_ids",
             _BEFORE,
-            scheduling.tell_images_apart,
+            scheduling.set_image_identities,
             Need.CACHE,
         ),
     ),
@@ -42,7 +42,7 @@ HOOKS: tuple[Hook, ...] = (
         (
             "SchedulePolicy._compute_prefix_matches",
             _BEFORE,
-            scheduling.rank_what_changed,
+            scheduling.rank_changed,
             Need.QUICKER,
         ),
     ),
@@ -93,7 +93,7 @@ HOOKS: tuple[Hook, ...] = (
         (
             "SchedulerProfilerManager._profile_batch_predicate",
             _AROUND,
-            scheduling.outlive_profiler,
+            scheduling.survive_profiler_errors,
             Need.SCHEDULERS_GO_ON,
         ),
     ),
@@ -123,7 +123,7 @@ HOOKS: tuple[Hook, ...] = (
         (
             "ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
             _AROUND,
-            states.track_nothing,
+            states.disable_tracking,
             Need.CACHE,
         ),
     ),
@@ -195,7 +195,7 @@ HOOKS: tuple[Hook, ...] = (
         (
             "UnifiedMambaSlotAllocator.alloc_group_begin",
             _AROUND,
-            pools.set_nothing_aside,
+            pools.reserve_no_states,
             Need.UNIFIED_MEMORY,
         ),
     ),
@@ -218,7 +218,7 @@ HOOKS: tuple[Hook, ...] = (
         (
             "ColumnParallelBatchedLinear.__init__",
             _AROUND,
-            models.take_the_served_type,
+            models.use_serving_dtype,
             Need.KDA_GATES,
         ),
     ),
@@ -228,7 +228,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     *_in(
         "sglang.srt.model_executor.model_runner_components.layer_setup",
-        ("_resolve_pp_layer_range", _BEFORE, models.know_its_stage, Need.STAGES),
+        ("_resolve_pp_layer_range", _BEFORE, models.use_own_layers, Need.STAGES),
     ),
     *_in(
         "sglang.srt.model_executor.model_runner_components.weight_updater",
@@ -301,7 +301,7 @@ HOOKS: tuple[Hook, ...] = (
     *_in(
         "sglang.srt.entrypoints.http_server",
         ("kill_process_tree", _AROUND, serving.kill_process_tree, Need.ENDS),
-        ("launch_server", _AROUND, serving.leave_nothing, Need.ENDS),
+        ("launch_server", _AROUND, serving.end_processes_at_exit, Need.ENDS),
     ),
     *_in(
         "sglang.srt.sampling.watermarking.core",
@@ -337,7 +337,7 @@ HOOKS: tuple[Hook, ...] = (
         (
             "RequestLogger.log_received_request",
             _AROUND,
-            serving.log_what_can_be,
+            serving.skip_unloggable,
             Need.CHECKS,
         ),
     ),

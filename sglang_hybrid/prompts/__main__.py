@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.named_files import MOST_BYTES, FileError, read_bytes, read_json, read_text
-from sglang_hybrid.core.options import whole
+from sglang_hybrid.core.options import integer
 from sglang_hybrid.core.programs import Parser, UsageError, program
-from sglang_hybrid.core.sentences import say, shown
+from sglang_hybrid.core.sentences import print_line, quote
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.extensions.lab.simulation.traces.formats import FORMATS, read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading, Skipped
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         model = _model(options.model)
     except FileError as error:
-        say(f"{error}.", sys.stderr)
+        print_line(f"{error}.", sys.stderr)
         return UNREADABLE
     except Exception as error:  # tokenizers has no class of its own
-        say(f"--model {options.model}: it cannot be read: {error}.", sys.stderr)
+        print_line(f"--model {options.model}: it cannot be read: {error}.", sys.stderr)
         return UNREADABLE
     return _recorded(options, *model) if options.recorded else _schema(options, *model)
 
@@ -58,7 +58,7 @@ def _schema(options: argparse.Namespace, tokenizer: Tokenizer, state_tokens: int
     try:
         schema = read_schema(read_text(path, MOST_MARKUP), path.parent)
     except ValueError as error:
-        say(f"{path}: {error}" if isinstance(error, MarkupError) else error, sys.stderr)
+        print_line(f"{path}: {error}" if isinstance(error, MarkupError) else error, sys.stderr)
         return UNREADABLE
     findings = lint(
         schema,
@@ -66,9 +66,9 @@ def _schema(options: argparse.Namespace, tokenizer: Tokenizer, state_tokens: int
         state_tokens=state_tokens,
     )
     for finding in findings:
-        say(f"{path}:{finding.line}: {finding.rule}: {finding.sentence}")
+        print_line(f"{path}:{finding.line}: {finding.rule}: {finding.sentence}")
     if not findings:
-        say(f"{path}: nothing to change.")
+        print_line(f"{path}: nothing to change.")
     return FINDINGS if findings else 0
 
 
@@ -81,7 +81,7 @@ def _recorded(options: argparse.Namespace, tokenizer: Tokenizer, state_tokens: i
         reading = Reading(limit=options.limit, tokenizer=model or None, skipped=skipped)
         requests = read_trace(path, reading, options.format)
     except ValueError as error:
-        say(f"{error}.", sys.stderr)
+        print_line(f"{error}.", sys.stderr)
         return UNREADABLE
 
     def decode(ids: Sequence[int]) -> str:
@@ -90,18 +90,18 @@ def _recorded(options: argparse.Namespace, tokenizer: Tokenizer, state_tokens: i
 
     known = decode if model else None
     reports = analyse(requests, prefill, known, state_tokens)
-    say(f"{path}: times of a prefill: {prefill.about}.")
+    print_line(f"{path}: times of a prefill: {prefill.about}.")
     for report in reports:
-        say(f"{path}: {_summary(report)}")
+        print_line(f"{path}: {_summary(report)}")
         for sentence in sentences(report, known, state_tokens):
-            say(f"{path}: {sentence}")
+            print_line(f"{path}: {sentence}")
     return FINDINGS if any(report.changes or report.short[0] for report in reports) else 0
 
 
 def _summary(report: TenantReport) -> str:
     tokens = report.prompt_tokens
     saved = sum(change.tokens for change in report.changes)
-    who = f"tenant {shown(report.tenant)}" if report.tenant else "no tenant's name"
+    who = f"tenant {quote(report.tenant)}" if report.tenant else "no tenant's name"
     text = (
         f"{who}: {report.requests:,} requests, {tokens:,} prompt tokens; without a bound of memory "
         f"{report.hit_tokens / tokens:.1%} could be hit"
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     about = f"of TRACE: {', '.join(FORMATS)}"
     command.add_argument("--format", metavar="NAME", choices=FORMATS, help=about)
-    command.add_argument("--limit", type=whole(1), metavar="N", help="only the first N requests")
+    command.add_argument("--limit", type=integer(1), metavar="N", help="only the first N requests")
     command.add_argument(
         "--prefill",
         type=Path,

@@ -29,7 +29,7 @@ RADIX_CACHE_DISABLED = (
 )
 
 
-def who_sees_the_page(api_key: str | None, admin_api_key: str | None) -> list[str]:
+def page_warnings(api_key: str | None, admin_api_key: str | None) -> list[str]:
     """The warning about a page (`--hybrid-ui`) that others than operators may open: one line, or
     none.
     """

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hybrid.core.named_files import decode_json
-from sglang_hybrid.core.sentences import meant
+from sglang_hybrid.core.sentences import suggest
 
 _NAME = re.compile(r"--[a-z0-9][a-z0-9-]*")
 _FIELD = re.compile(r"^    ([a-z0-9_]+):", re.MULTILINE)
@@ -63,7 +63,7 @@ def misspelt(argv: Iterable[str], ours: Collection[str], theirs: Collection[str]
             continue
         if not any(each.startswith((name, name.replace("--no-", "--", 1))) for each in theirs):
             now = RENAMED.get(name)
-            return f"{name} (it is {now} now)" if now else name + meant(name, names, LIKE)
+            return f"{name} (it is {now} now)" if now else name + suggest(name, names, LIKE)
     return None
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.options import MOST_PROCESSES, whole
+from sglang_hybrid.core.options import MOST_PROCESSES, integer
 from sglang_hybrid.core.records.pin import DEFAULT_SHARE, MOST_OF_ALL
 from sglang_hybrid.serving.flag_values import (
     DEFAULT_ALPHA,
@@ -129,7 +129,7 @@ class HybridConfig:
         "priority, for --hybrid-eviction auto, or under other alphas, for marconi; 0 turns that "
         "off",
         metavar="N",
-        read=whole(0, MOST_PROCESSES),
+        read=integer(0, MOST_PROCESSES),
     )
     hybrid_record: str = flag(
         "",
@@ -299,7 +299,7 @@ class HybridConfig:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         cls.add_flags(parser)
         namespace, rest = parser.parse_known_args(list(argv))
-        variables = vars(_read(_said(environment, VARIABLES)))
+        variables = vars(_read(_as_flags(environment, VARIABLES)))
         given = {name: variables[name] for name in VARIABLES if name in variables}
         return cls._from(given | vars(namespace)), rest
 
@@ -309,7 +309,7 @@ class HybridConfig:
         long as they say the same. Raises ValueError for a bad value.
         """
         names = (field.name for field in fields(cls) if field.name not in PARTS)
-        return _parsed(_said(environment, names))
+        return _parsed(_as_flags(environment, names))
 
     def to_environment(self, environment: MutableMapping[str, str] | None = None) -> None:
         """Put every setting where `from_environment` finds it."""
@@ -380,7 +380,7 @@ PARTS = {setting.name for setting in fields(HybridConfig) if not setting.metadat
 """Settings that the value of another flag sets, as `--hybrid-eviction marconi:0.7`."""
 
 
-def _said(environment: Mapping[str, str] | None, names: Iterable[str]) -> tuple[str, ...]:
+def _as_flags(environment: Mapping[str, str] | None, names: Iterable[str]) -> tuple[str, ...]:
     """The variables of these fields as flags with their values."""
     environment = os.environ if environment is None else environment
     said = ((flag_name(name), environment.get(variable_name(name))) for name in names)

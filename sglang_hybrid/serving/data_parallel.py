@@ -46,7 +46,7 @@ def _choose(controller: Any, prompt: Any) -> int | None:
     for told in controller.load_snapshot_reader.read_all():
         requests = told.num_running_reqs + told.num_waiting_reqs
         load = ranks.loads[told.dp_rank]
-        load.on_told(told.timestamp, requests, told.num_waiting_uncached_tokens)
+        load.on_load_report(told.timestamp, requests, told.num_waiting_uncached_tokens)
     return ranks.send(tenant_of_sent(prompt), prompt.input_ids, time.time(), allowed)
 
 

@@ -10,8 +10,8 @@ from enum import Enum
 from typing import Any, Final
 
 from sglang_hybrid.core.extensions import OFF
-from sglang_hybrid.core.options import MOST_SECONDS, number, read_by, whole
-from sglang_hybrid.core.sentences import meant
+from sglang_hybrid.core.options import MOST_SECONDS, integer, number, read_by
+from sglang_hybrid.core.sentences import suggest
 from sglang_hybrid.core.tiers.rates import parse_links
 
 SMALLER_CODECS: Final = ("bf16", "int8")
@@ -164,7 +164,7 @@ def variable_name(field: str) -> str:
 
 
 nonnegative = number(0, MOST_SECONDS)
-count = whole(0)
+count = integer(0)
 share = number(0, 1)
 
 
@@ -176,7 +176,7 @@ def alpha(text: str) -> float | None:
 def eviction(text: str) -> Fields:
     """A policy, or `marconi:ALPHA`."""
     policy, colon, weight = text.partition(":")
-    found: Fields = {"hybrid_eviction": _known(Eviction, policy, text)}
+    found: Fields = {"hybrid_eviction": _check_name(Eviction, policy, text)}
     if not colon:
         return found
     if policy != Eviction.MARCONI.value:
@@ -187,7 +187,7 @@ def eviction(text: str) -> Fields:
 def order(text: str) -> Fields:
     """An order of waiting requests, or `NAME:size=N,overtaken=N,seconds=S` of ours."""
     name, colon, more = text.partition(":")
-    found: Fields = {"hybrid_schedule": _known(Schedule, name, text)}
+    found: Fields = {"hybrid_schedule": _check_name(Schedule, name, text)}
     if colon and not Schedule(name).is_ours:
         raise argparse.ArgumentTypeError(f"{text!r}: only window and car take options")
     for option in filter(None, more.split(",")):
@@ -234,14 +234,14 @@ def hosts(text: str) -> str:
 
 def one_of(kind: type[Enum]) -> Callable[[str], str]:
     """Reads a value of an Enum, still as text."""
-    return lambda text: _known(kind, text, text)
+    return lambda text: _check_name(kind, text, text)
 
 
-def _known(kind: type[Enum], name: str, text: str) -> str:
+def _check_name(kind: type[Enum], name: str, text: str) -> str:
     """`name`, which is a value of an Enum, of a flag's `text`. Raises ArgumentTypeError."""
     names = [each.value for each in kind]
     if name not in names:
-        near = meant(name, names)
+        near = suggest(name, names)
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}{near}")
     return name
 

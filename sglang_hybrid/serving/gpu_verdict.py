@@ -54,10 +54,10 @@ def own_file() -> Path:
 
 def find_verdict(gpu: str, sglang: str) -> Verdict | None:
     """The verdict on a GPU of this name with this version of SGLang; None if there is none."""
-    return next((v for v in _known() if (v.gpu, v.sglang) == (gpu, sglang)), None)
+    return next((v for v in _verdicts() if (v.gpu, v.sglang) == (gpu, sglang)), None)
 
 
-def _known() -> Iterator[Verdict]:
+def _verdicts() -> Iterator[Verdict]:
     """Verdicts of this machine, then those that ship. A file that cannot be read has none."""
     with contextlib.suppress(RuntimeError):
         yield from read_verdicts(own_file())

@@ -17,7 +17,7 @@ import torch
 from sglang_hybrid.serving.tenants import Tenant
 
 
-def tell_apart(item: Any, tenant: Tenant) -> None:
+def set_image_identity(item: Any, tenant: Tenant) -> None:
     """Make the token ids that stand for `item` (a MultimodalDataItem that has its hash) in the tree
     depend on all that says how its values are read, and the key of what the encoder makes of it
     on the tenant, too.

@@ -11,7 +11,7 @@ import logging
 import traceback
 from typing import Any
 
-from sglang_hybrid.core.sentences import plain
+from sglang_hybrid.core.sentences import escape
 
 NAMES = "sglang"
 """The beginnings of the names of SGLang's loggers, and of ours."""
@@ -35,7 +35,7 @@ def on_own_lines(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return f"\n{INDENT}".join("\t".join(map(plain, line.split("\t"))) for line in text.split("\n"))
+    return f"\n{INDENT}".join("\t".join(map(escape, row.split("\t"))) for row in text.split("\n"))
 
 
 def _record(name: str, *args: Any, **kwargs: Any) -> logging.LogRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 
 LONGEST: Final = 1_024
 """Characters of a name. Several processes keep each one."""
@@ -18,11 +18,11 @@ def check_name(field: str, value: object) -> None:
     elif value is None:
         return
     elif not isinstance(value, str):
-        raise ValueError(f"{field} is {shown(value)}; it must be a text.")
+        raise ValueError(f"{field} is {quote(value)}; it must be a text.")
     elif len(value) > LONGEST:
         raise ValueError(f"{field} has {len(value):,} characters; it may have {LONGEST:,} at most.")
     else:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{field} is {shown(value)}, which is no Unicode text.") from None
+            raise ValueError(f"{field} is {quote(value)}, which is no Unicode text.") from None

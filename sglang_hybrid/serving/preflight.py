@@ -13,7 +13,7 @@ from pathlib import Path
 from sglang_hybrid.core.costs.cost import ENDLESS
 from sglang_hybrid.core.named_files import decode_json
 from sglang_hybrid.core.options import LAST_PORT, MOST, MOST_PROCESSES
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.serving.devices import is_ours
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED, flag_name
 from sglang_hybrid.serving.model_directory import (
@@ -191,7 +191,7 @@ def check_ranges(flags: argparse.Namespace) -> None:
         value = getattr(flags, name, None)
         if value is not None and not least <= value <= most:
             bound = f"{least} or more" if value < least else f"{most:,} at most"
-            raise StartupError(f"{flag_name(name)} {shown(value)}: give {bound}, or leave it out.")
+            raise StartupError(f"{flag_name(name)} {quote(value)}: give {bound}, or leave it out.")
     for name, (highest, what) in ABOVE_ZERO.items():
         value = getattr(flags, name, None)
         if value is not None and not 0 < value <= highest:
@@ -351,7 +351,7 @@ def check_template(path: str | None) -> None:
     """
     there = Path(path or "")
     if path is not None and there.exists() and not there.is_file():
-        raise StartupError(f"--chat-template {shown(path)} is no file; give one, or leave it out.")
+        raise StartupError(f"--chat-template {quote(path)} is no file; give one, or leave it out.")
 
 
 def check_overrides(text: str) -> None:
@@ -362,6 +362,6 @@ def check_overrides(text: str) -> None:
         known = False
     if not known:
         raise StartupError(
-            f"--json-model-override-args {shown(text)} is no JSON object; give one, or leave it "
+            f"--json-model-override-args {quote(text)} is no JSON object; give one, or leave it "
             "out."
         )

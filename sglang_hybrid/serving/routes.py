@@ -45,7 +45,7 @@ def add_middleware(app: Any) -> None:
 _scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
 
 
-def asked_route() -> str:
+def current_route() -> str:
     """The route of the HTTP request that is being answered, as the application registered it; ""
     where there is none.
     """
@@ -123,7 +123,7 @@ class SameOrigin:
     """ASGI middleware: a route at or below /hybrid_cache, whoever added it, answers only requests
     that name this server in `Host` and were not made by a web page of another origin. A route at or
     below /v1/prompt_schemas answers requests under any name of the server, but none that a page of
-    another origin made. Remembers what `asked_route` tells of any request.
+    another origin made. Remembers what `current_route` tells of any request.
 
     SGLang allows pages of all origins to read every answer (CORS), which this middleware is put in
     front of. A page whose own name was made to resolve to this server's address (DNS rebinding) is

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sglang_hybrid.core.sentences import say
+from sglang_hybrid.core.sentences import print_line
 
 logger = logging.getLogger("sglang_hybrid")
 
@@ -113,7 +113,7 @@ def _place(error: BaseException) -> str:
 
 def fail(message: str) -> int:
     """Print the one sentence of a start that failed; returns the exit status."""
-    say(f"sglang_hybrid: {message}", sys.stderr)
+    print_line(f"sglang_hybrid: {message}", sys.stderr)
     return STARTUP_ERROR
 
 

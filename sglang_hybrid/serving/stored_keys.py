@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 
 OF_KEY: Final = "api-key/"
 COMPOSED: Final = "modular/"
@@ -32,7 +32,7 @@ def check_key(extra_key: object) -> None:
     """Raise ValueError for a client's extra key that looks like one that the server makes."""
     if isinstance(extra_key, str) and extra_key.startswith((COMPOSED, MODULE, "\0")):
         raise ValueError(
-            f"extra_key is {shown(extra_key)}; names that begin with {COMPOSED}, {MODULE} or the "
+            f"extra_key is {quote(extra_key)}; names that begin with {COMPOSED}, {MODULE} or the "
             "character 0 are the server's own."
         )
 

@@ -26,7 +26,7 @@ prefill of several tokens.
 """
 
 
-async def hit(mode: str, manager: Any) -> None:
+async def send_hits(mode: str, manager: Any) -> None:
     """One prompt, then a hit of it, then two at once, on each data-parallel rank, all at the same
     time: each compiles and tunes SGLang's kernels by itself.
 

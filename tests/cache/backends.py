@@ -37,8 +37,8 @@ def match_prefix(cache: Any, tokens: list[int]) -> MatchResult:
 @contextmanager
 def coding(codec: Codec) -> Iterator[None]:
     """Caches that are built meanwhile keep entries coded by `codec` on the device."""
-    in_use.use(CodecPlan(), CodecPlan.uniform(codec))
+    in_use.set_codecs(CodecPlan(), CodecPlan.uniform(codec))
     try:
         yield
     finally:
-        in_use.use(CodecPlan())
+        in_use.set_codecs(CodecPlan())

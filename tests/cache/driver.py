@@ -45,7 +45,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sglang_hybrid.cache.factory import cache_class
-from sglang_hybrid.checkpoints.last_hidden import Wanted
+from sglang_hybrid.checkpoints.last_hidden import HiddenCapture
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.memory.account import MemoryKind
@@ -455,7 +455,7 @@ class Server:
             self.cache.plan_forward(batch)
             self.batch = batch
             self.last_hidden = getattr(batch, "last_hidden", None)
-            if isinstance(self.last_hidden, Wanted):  # the forward leaves them
+            if isinstance(self.last_hidden, HiddenCapture):  # the forward leaves them
                 self.last_hidden.take(None, None, torch.zeros(len(new), 1), [len(new)])
         req.kv.mamba_cow_src_index = None
         req.kv.mamba_needs_clear = False

@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.checkpoints.last_hidden import Answers, Wanted
+from sglang_hybrid.checkpoints.last_hidden import Answers, HiddenCapture
 from tests.cache.backends import options
 from tests.cache.driver import ONE_MEMORY, Server, Sizes
 from tests.cache.test_rules import node, run
@@ -28,7 +28,7 @@ def server(
 def asked_twice(it: Server, **more: Any) -> None:
     for _ in range(2):
         it.serve(PROMPT, [7], **more)
-    assert isinstance(it.last_hidden, Wanted)
+    assert isinstance(it.last_hidden, HiddenCapture)
 
 
 def kept(it: Server) -> int:
@@ -44,7 +44,7 @@ def test_the_third_time_needs_no_forward(memory: dict[str, Any], extra_buffer: b
     it.serve(PROMPT, [7])
     assert it.last_hidden is None and kept(it) == 0
     it.serve(PROMPT, [7])
-    assert isinstance(it.last_hidden, Wanted) and kept(it) == 1
+    assert isinstance(it.last_hidden, HiddenCapture) and kept(it) == 1
     req = it.arrive(PROMPT)
     assert it.admit(req) and req.prefix_len == len(PROMPT) - 1
     assert it.prefill_step(req)
@@ -187,7 +187,7 @@ def test_a_batch_is_of_full_hits_or_of_others() -> None:
         adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
         it.running.append(req)
     assert adder.can_run_list == [other, late]
-    assert not it.cache.plans.full_hits.found(late), "it is computed beside the other"
+    assert not it.cache.plans.full_hits.is_full_hit(late), "it is computed beside the other"
     for req in (other, late):
         assert it.prefill_step(req) and not isinstance(it.last_hidden, Answers)
         it.finish(req)

@@ -35,9 +35,9 @@ def test_a_closed_session_is_one_that_ended() -> None:
     it.complete(req, run(3, 1))
     whose = (None, "a")
     assert at_the_end(it, [*run(40), *run(3, 1)], whose).return_expected is None
-    it.cache.session_closed([req])
+    it.cache.on_session_close([req])
     assert at_the_end(it, [*run(40), *run(3, 1)], whose).return_expected == pytest.approx(0.1)
-    it.cache.session_closed([it.arrive(run(9, 5))])  # of which nothing is known
+    it.cache.on_session_close([it.arrive(run(9, 5))])  # of which nothing is known
 
 
 def test_an_open_session_of_sglangs_flag_returns_and_a_closed_one_has_ended() -> None:
@@ -102,7 +102,7 @@ def test_of_too_many_sessions_the_oldest_are_forgotten(monkeypatch: pytest.Monke
 def test_policies_without_a_history_hear_nothing(policy: str) -> None:
     it = server(policy)
     it.serve(run(40), run(3, 1), session=Hint.ENDS)
-    it.cache.session_closed([it.arrive(run(40))])
+    it.cache.on_session_close([it.arrive(run(40))])
     assert it.cache.report.answers is None
 
 

@@ -24,7 +24,7 @@ from sglang_hybrid.serving.stored_keys import check_key, is_exact_part
 from sglang_hybrid.storage.codecs import in_use
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
-from sglang_hybrid.storage.codecs.exactness import apart_if_exact
+from sglang_hybrid.storage.codecs.exactness import storage_key
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import SLOW, PollingServer, TieredServer, mark, set_speeds
@@ -42,9 +42,9 @@ def loads_are_visible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return -decode(self, content, dtype).abs()
 
     monkeypatch.setattr(Codec, "decode", negative)
-    in_use.use(CodecPlan.uniform(Codec.BF16))
+    in_use.set_codecs(CodecPlan.uniform(Codec.BF16))
     yield
-    in_use.use(CodecPlan())
+    in_use.set_codecs(CodecPlan())
 
 
 class SignedServer(PollingServer):
@@ -84,7 +84,7 @@ class SignedServer(PollingServer):
     def serve_one(self, tokens: Sequence[int], *, exactly: bool = False) -> None:
         req = self.arrive(tokens)
         if exactly:
-            req.extra_key = apart_if_exact(None, EXACT)
+            req.extra_key = storage_key(None, EXACT)
         while not self.admit(req):
             self.poll()
         self.complete(req, [7])
@@ -125,7 +125,7 @@ def test_exact_parts_do_not_hold_up_copies_of_others() -> None:
 
 def test_bytes_of_copies_are_those_that_they_take() -> None:
     """Where they are written, held and loaded."""
-    in_use.use(CodecPlan.uniform(Codec.INT8))
+    in_use.set_codecs(CodecPlan.uniform(Codec.INT8))
     flags = options("reuse", hybrid_offload_watermark=1.0)
     server = PollingServer.on(replace(SIZES, row=16), flags, policy="write_through")
     set_speeds(server.cache, SLOW)
@@ -159,7 +159,7 @@ def test_a_request_says_so_itself() -> None:
 
 
 def test_without_smaller_copies_nothing_is_said() -> None:
-    in_use.use(CodecPlan())
+    in_use.set_codecs(CodecPlan())
     server = TieredServer.on(SIZES, options("reuse"))
     req = server.begin([5, 6, 7, 8])
     assert server.prefill_step(req)

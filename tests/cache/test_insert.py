@@ -32,7 +32,7 @@ class Pair:
         self.sizes = sizes
         self.servers = [Server.on(sizes, options("reuse"), 16) for _ in "ab"]
         for server in self.servers[grows:]:
-            server.cache.publisher.growth.serves = lambda req: False
+            server.cache.publisher.growth.can_grow = lambda req: False
         theirs: Any = self.servers[1].cache.tree_core
         theirs.begin_insert = super(HybridTreeCore, theirs).begin_insert
         self.running: list[list[Req]] = []

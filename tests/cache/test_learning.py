@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.core.records.nodes import Clock
-from sglang_hybrid.core.returns.history import History, LearntBefore
+from sglang_hybrid.core.returns.history import History, SavedHistory
 from sglang_hybrid.extensions.disk.folder import RankFolder
 from sglang_hybrid.extensions.disk.learning import (
     IDLE_SECONDS,
@@ -163,4 +163,4 @@ def test_without_a_disk_nothing_is_read_or_written() -> None:
     assert learning.poll() == []
     learning.save()
     assert learning._writer is None
-    assert not isinstance(learning.as_dict(), LearntBefore)
+    assert not isinstance(learning.as_dict(), SavedHistory)

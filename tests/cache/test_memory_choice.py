@@ -102,9 +102,9 @@ def test_who_has_one_memory(
     if expected.startswith("!"):
         why = f"^--hybrid-memory one cannot be: {expected[1:]}.*; use --hybrid-memory split"
         with pytest.raises(ValueError, match=why):
-            memory_choice.take_one_memory(view)
+            memory_choice.choose_one_memory(view)
     else:
-        memory_choice.take_one_memory(view, given.get("lacking", ""))
+        memory_choice.choose_one_memory(view, given.get("lacking", ""))
     slots = view.max_mamba_cache_size
     more = {} if slots is None else {"max_mamba_cache_size": slots + 1}
     assert declared == ({"enable_unified_memory": True, **more} if expected == "one" else {})

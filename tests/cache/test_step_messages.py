@@ -22,7 +22,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.cache.tuning import Tuning
-from sglang_hybrid.core.returns.history import History, LearntBefore
+from sglang_hybrid.core.returns.history import History, SavedHistory
 from sglang_hybrid.core.specs import PolicySwitch
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.extensions.disk.learnt_file import pack
@@ -45,7 +45,7 @@ class Rank:
         self.learning = MagicMock()
         self.learning.poll.return_value = []
         self.learning.restore.side_effect = self._restored
-        self.learning.handlers.return_value = [(LearntBefore, self.learning.restore)]
+        self.learning.handlers.return_value = [(SavedHistory, self.learning.restore)]
         cache = self.cache
         cache.tuning = Tuning(cache, cache.parts)
         sources = (cache.speeds, self.learning, cache.tuning, cache.step_clock)
@@ -57,7 +57,7 @@ class Rank:
         self.steps = 0
         self.scheduler._request_dispatcher = self._dispatch
 
-    def _restored(self, before: LearntBefore) -> None:
+    def _restored(self, before: SavedHistory) -> None:
         self.restored.append(before.content)
 
     def _dispatch(self, message: Any) -> None:
@@ -157,7 +157,7 @@ def test_every_message_arrives_on_all_ranks_at_the_same_step(
     first = ranks[0]
     content = pack(History().export(lambda tenant: "a"))
     run(ranks, interval // 2)
-    first.learning.poll.side_effect = [[LearntBefore(content, KEY)], *([] for _ in range(1000))]
+    first.learning.poll.side_effect = [[SavedHistory(content, KEY)], *([] for _ in range(1000))]
     for _ in range(8):  # eight measurements: another speed than was assumed
         first.cache.speeds.rates.observe_load(Tier.HOST, 10**9, 0.5)
     switch = PolicySwitch(1, Spec("lru"), "a test")
@@ -166,7 +166,7 @@ def test_every_message_arrives_on_all_ranks_at_the_same_step(
     tuner.on_adoption.side_effect = lambda _: setattr(tuner.poll, "return_value", None)
     run(ranks, 2 * interval)
     assert [name for _, name in first.told].count("SpeedsMeasured") == 1
-    assert [name for _, name in first.told].count("LearntBefore") == 1
+    assert [name for _, name in first.told].count("SavedHistory") == 1
     assert [name for _, name in first.told].count("PolicySwitch") == 1
     assert first.told == ranks[1].told
     for rank in ranks:

@@ -81,7 +81,7 @@ WITH_DIRECT_COPIES = {
 @pytest.fixture(autouse=True)
 def exact_again() -> Iterator[None]:
     yield
-    in_use.use(CodecPlan())
+    in_use.set_codecs(CodecPlan())
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, writes: str, **more: Any) -> PretendedServer:
@@ -124,7 +124,7 @@ def test_by_sglangs_direct_copies_it_waits_for_indices(monkeypatch: pytest.Monke
 
 
 def test_smaller_copies_wait_for_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_use.use(CodecPlan.uniform(Codec.BF16))  # that is what the pools' numbers are
+    in_use.set_codecs(CodecPlan.uniform(Codec.BF16))  # that is what the pools' numbers are
     at = watched(monkeypatch, "write_back")
     pools = {type(entry.host_pool).__name__ for entry in at.cache.host_pool_group.entries}
     assert pools == {"CodedKVPool", "CodedStatePool"}

@@ -135,6 +135,6 @@ def test_the_pool_that_chose_last_is_forgotten_with_its_policy() -> None:
     for after in (lambda: switch(server, CANDIDATES[1]), server.flush):
         for number in range(12):
             server.serve(run(number, 60), [7], float(number + 1))
-        assert shadow_tree.asked is not None
+        assert shadow_tree.victim_pool is not None
         after()
-        assert shadow_tree.asked is None
+        assert shadow_tree.victim_pool is None

@@ -144,10 +144,10 @@ def test_siblings_of_different_tenants_do_not_lay_checkpoints_for_one_another() 
         for k, salt in enumerate("ab")
     ]
     wait = it.cache.plans.prefix_wait
-    wait.now_waiting(waiting)
+    wait.update_waiting(waiting)
     assert [wait.shared(req) for req in waiting] == [[], []]
     twin = it.arrive([*document, *run(30, 7)], rid="0", cache_salt="a")
-    wait.now_waiting([*waiting, twin])
+    wait.update_waiting([*waiting, twin])
     assert [wait.shared(req) for req in (*waiting, twin)] == [
         [200],
         [],

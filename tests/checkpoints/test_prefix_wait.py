@@ -101,7 +101,7 @@ def siblings(count: int, shared: int = 300, own: int = 40) -> list[Any]:
 
 def test_siblings_wait_until_the_first_has_laid_their_checkpoint() -> None:
     house, (first, *others) = House(), siblings(3)
-    house.prefix_wait.now_waiting([first, *others])
+    house.prefix_wait.update_waiting([first, *others])
     assert not house.prefix_wait.waits_for_prefix(first)
     house.admit(first)
     assert all(house.prefix_wait.waits_for_prefix(other) for other in others)
@@ -114,7 +114,7 @@ def test_siblings_wait_until_the_first_has_laid_their_checkpoint() -> None:
 
 def test_a_chunk_that_has_not_come_to_the_branch_lets_them_wait() -> None:
     house, (first, other) = House(), siblings(2)
-    house.prefix_wait.now_waiting([first, other])
+    house.prefix_wait.update_waiting([first, other])
     house.admit(first)
     house.forward(first, 200)
     assert house.publish(first) == []
@@ -130,10 +130,10 @@ def test_a_sibling_that_comes_during_a_prefill_gets_its_branch_from_the_next_chu
 ) -> None:
     """A branch that is not computed yet becomes a checkpoint."""
     house, (first, late) = House(), siblings(2)
-    house.prefix_wait.now_waiting([first])
+    house.prefix_wait.update_waiting([first])
     house.admit(first)
     house.forward(first, computed)
-    house.prefix_wait.now_waiting([late])
+    house.prefix_wait.update_waiting([late])
     house.planner.want_branches(first, house.prefix_wait.shared(first))
     assert house.prefix_wait.waits_for_prefix(late) is (computed < 300)
     house.forward(first)
@@ -157,7 +157,7 @@ def test_late_branches_keep_their_distance_and_those_of_before_their_kind() -> N
 
 def test_nobody_waits_for_a_checkpoint_without_a_slot() -> None:
     house, (first, other) = House(slots=0), siblings(2)
-    house.prefix_wait.now_waiting([first, other])
+    house.prefix_wait.update_waiting([first, other])
     house.admit(first)
     assert house.prefix_wait.waits_for_prefix(other)
     house.forward(first)
@@ -166,7 +166,7 @@ def test_nobody_waits_for_a_checkpoint_without_a_slot() -> None:
 
 def test_nobody_waits_for_one_that_went_away() -> None:
     house, (first, other) = House(), siblings(2)
-    house.prefix_wait.now_waiting([first, other])
+    house.prefix_wait.update_waiting([first, other])
     house.admit(first)
     house.forward(first)
     house.planner.drop(first)
@@ -177,14 +177,14 @@ def test_nobody_waits_for_one_that_went_away() -> None:
 @pytest.mark.parametrize("shared, waits", [(40, False), (80, True)])
 def test_waiting_must_save_a_step(shared: int, waits: bool) -> None:
     house, (first, other) = House(), siblings(2, shared)
-    house.prefix_wait.now_waiting([first, other])
+    house.prefix_wait.update_waiting([first, other])
     house.admit(first)
     assert house.prefix_wait.waits_for_prefix(other) is waits
 
 
 def test_nobody_waits_for_what_is_cached_already() -> None:
     house, (first, other) = House(), siblings(2)
-    house.prefix_wait.now_waiting([first, other])
+    house.prefix_wait.update_waiting([first, other])
     house.admit(first)
     other.prefix_len = 290
     assert not house.prefix_wait.waits_for_prefix(other)
@@ -193,7 +193,7 @@ def test_nobody_waits_for_what_is_cached_already() -> None:
 def test_the_same_prompt_waits_for_its_twins_end() -> None:
     house, (first, _) = House(), siblings(2)
     twin = Waiting("twin", first.origin_input_ids)
-    house.prefix_wait.now_waiting([first, twin])
+    house.prefix_wait.update_waiting([first, twin])
     house.admit(first)
     assert house.prefix_wait.waits_for_prefix(twin)
 
@@ -211,7 +211,7 @@ def test_nobody_waits_for_a_state_in_what_a_retracted_request_has_decoded() -> N
 def test_other_salts_share_nothing() -> None:
     house, (first, other) = House(), siblings(2)
     other.cache_salt = "theirs"
-    house.prefix_wait.now_waiting([first, other])
+    house.prefix_wait.update_waiting([first, other])
     house.admit(first)
     assert not house.prefix_wait.waits_for_prefix(other)
 
@@ -223,14 +223,14 @@ def test_the_same_prompt_of_another_tenant_is_not_waited_for(
     house, (first, _) = House(), siblings(2)
     twin = Waiting("twin", first.origin_input_ids)
     first.cache_salt, twin.cache_salt = salts
-    house.prefix_wait.now_waiting([first, twin])
+    house.prefix_wait.update_waiting([first, twin])
     house.admit(first)
     assert not house.prefix_wait.waits_for_prefix(twin)
 
 
 def test_no_wait_is_for_ever() -> None:
     house, (first, other) = House(), siblings(2)
-    house.prefix_wait.now_waiting([first, other])
+    house.prefix_wait.update_waiting([first, other])
     house.admit(first)
     waits = [house.prefix_wait.waits_for_prefix(other) for _ in range(LONGEST_WAIT + 2)]
     assert waits == [True] * LONGEST_WAIT + [False] * 2
@@ -238,16 +238,16 @@ def test_no_wait_is_for_ever() -> None:
 
 def test_who_joined_a_batch_is_no_sibling() -> None:
     house, (first, other) = House(), siblings(2)
-    house.prefix_wait.now_waiting([first, other])
+    house.prefix_wait.update_waiting([first, other])
     assert house.prefix_wait.shared(other) == [300]
     house.admit(first)
-    assert house.prefix_wait.shared(other) == [] and house.prefix_wait.any_wait
+    assert house.prefix_wait.shared(other) == [] and house.prefix_wait.has_waiting
     house.admit(other)
-    assert not house.prefix_wait.any_wait
+    assert not house.prefix_wait.has_waiting
 
 
 def test_who_left_the_queue_is_no_sibling() -> None:
     house, (first, other) = House(), siblings(2)
-    house.prefix_wait.now_waiting([first, other])
-    house.prefix_wait.now_waiting([first])
+    house.prefix_wait.update_waiting([first, other])
+    house.prefix_wait.update_waiting([first])
     assert house.prefix_wait.shared(first) == []

@@ -110,5 +110,5 @@ def test_drafts_may_take_a_request_past_its_end(algorithm: str) -> None:
 def test_what_a_decode_leaves(page: int, drafted: int | None, lazily: bool, grid: int) -> None:
     decode.plan_for(page, drafted, lazily=lazily)
     assert decode.track_grid() == grid
-    decode.leave_to_sglang()
+    decode.use_sglang_grid()
     assert decode.track_grid() is None

@@ -11,8 +11,8 @@ from sglang_hybrid.core.checkpoints.admission import (
     SlotBudget,
     judicious,
     last_boundary,
-    screen,
-    worth,
+    screen_positions,
+    skip_reason,
 )
 from sglang_hybrid.core.records.nodes import Kind
 
@@ -113,17 +113,17 @@ Wanted = tuple[int, Kind, Skip | None]
     ],
 )
 def test_positions_are_taken_or_skipped(prefill: Prefill, expected: list[Wanted]) -> None:
-    assert screen(judicious(prefill), prefill) == [Checkpoint(*one) for one in expected]
+    assert screen_positions(judicious(prefill), prefill) == [Checkpoint(*one) for one in expected]
 
 
 def test_the_end_of_the_prompt_is_always_computed() -> None:
     prefill = Prefill(1000, hit_len=500, kv_len=500)
-    assert screen([(1000, Kind.PROMPT_END)], prefill)[0].skip is NOT_COMPUTED
+    assert screen_positions([(1000, Kind.PROMPT_END)], prefill)[0].skip is NOT_COMPUTED
 
 
 def test_behind_a_prompt_that_was_asked_before_a_state_is_wanted() -> None:
     again = Prefill(1000, hit_len=994, kv_len=1000, reply_start=994, is_repeated=True)
-    assert [each for each in screen(judicious(again), again) if each.admitted] == [
+    assert [each for each in screen_positions(judicious(again), again) if each.admitted] == [
         Checkpoint(1000, Kind.PROMPT_END)
     ]
 
@@ -156,7 +156,7 @@ def test_a_full_pool_takes_what_is_worth_more_than_it_pushes_out(
         return bool(beats_victim)
 
     how = None if beats_victim is None else beats
-    assert worth(400, kind, SlotBudget(0, evictable, how, knows_returns)) is skip
+    assert skip_reason(400, kind, SlotBudget(0, evictable, how, knows_returns)) is skip
 
 
 @pytest.mark.parametrize(

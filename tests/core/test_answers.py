@@ -203,8 +203,8 @@ def test_what_was_expected_is_compared_with_what_happened(seed: int) -> None:
     assert model is not None
     agents(model, random.Random(seed), 600, tells=True)
     seen = models.calibration
-    labels = [a + b for a, b in zip(seen.returned, seen.gone, strict=True)]
-    assert sum(seen.returned) == model.labels[1] and sum(seen.gone) == model.labels[0]
+    labels = [a + b for a, b in zip(seen.returned, seen.given_up, strict=True)]
+    assert sum(seen.returned) == model.labels[1] and sum(seen.given_up) == model.labels[0]
     for bucket in (1, EXPECTATIONS - 1):
         share, expected = seen.returned[bucket] / labels[bucket], seen.expected[bucket]
         assert share == pytest.approx(expected / labels[bucket], abs=0.1)

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns.answers import EXPECTATIONS, AnswerModel, bucket_of
-from sglang_hybrid.core.returns.hint_record import HintRecord, SaidTimes
+from sglang_hybrid.core.returns.hint_record import HintedTimes, HintRecord
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.core.returns.history_tree import HistoryNode, fingerprint_tokens
@@ -135,13 +135,13 @@ def test_seconds_are_believed_as_far_as_they_are_usual() -> None:
     """They are believed as said at first; as twice as many if they are always half of the time that
     passes; not at all if they have nothing to do with it.
     """
-    times = SaidTimes()
+    times = HintedTimes()
     assert times.expected(20.0) == pytest.approx(20.0)
     for _ in range(60):
         times.on_return(10.0, 20.0)
     assert times.expected(10.0) == pytest.approx(20.0, rel=0.05)
     rng = random.Random(1)
-    wild = SaidTimes()
+    wild = HintedTimes()
     for _ in range(60):
         wild.on_return(10.0, 10.0 * 4 ** rng.uniform(-2, 2))
     assert wild.expected(10.0) is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.queue.lengths import AnswerLengths
 from sglang_hybrid.core.queue.load_times import Decoding, free_places, latest_starts
-from sglang_hybrid.core.queue.loads import LOOKED_AT, LoadsAhead
+from sglang_hybrid.core.queue.loads import MOST_AHEAD, LoadsAhead
 
 INF = math.inf
 
@@ -127,7 +127,7 @@ def test_a_margin_and_running_requests_move_the_start() -> None:
 
 
 def test_only_the_front_is_looked_at() -> None:
-    device = Device(**{str(number): 0 for number in range(LOOKED_AT)}, behind=100)
+    device = Device(**{str(number): 0 for number in range(MOST_AHEAD)}, behind=100)
     device.loads.places = 100
     assert device.begin_due() == ([], INF)
 

@@ -80,11 +80,11 @@ def test_a_rank_that_says_how_much_waits_there_gets_less() -> None:
     ranks = PrefixRanks(2)
     prompt = tokens(10 * BLOCK)
     home = ranks.send("a", prompt, 0.0, (0, 1))
-    ranks.loads[home].on_told(1.0, 1, 5_000)
+    ranks.loads[home].on_load_report(1.0, 1, 5_000)
     assert ranks.send("a", prompt, 1.1, (0, 1)) == 1 - home
-    ranks.loads[home].on_told(2.0, 0, 0)
-    ranks.loads[home].on_told(1.5, 9, 9_000)  # older
-    ranks.loads[1 - home].on_told(2.0, 1, 0)
+    ranks.loads[home].on_load_report(2.0, 0, 0)
+    ranks.loads[home].on_load_report(1.5, 9, 9_000)  # older
+    ranks.loads[1 - home].on_load_report(2.0, 1, 0)
     assert ranks.send("a", prompt, 2.1, (0, 1)) == home
 
 

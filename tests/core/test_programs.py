@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.core.named_files import FileError
-from sglang_hybrid.core.options import host, number, port, read_by, server_url, whole
+from sglang_hybrid.core.options import host, integer, number, port, read_by, server_url
 from sglang_hybrid.core.programs import FAILED, Parser, UsageError, program
 from tests.hostile import NUMBERS
 
@@ -52,11 +52,11 @@ def test_a_program_whose_output_nobody_reads_any_more_ends_in_silence() -> None:
     """The program writes to a pipe such as `head`, which ends after some lines."""
     code = (
         "from sglang_hybrid.core.programs import program\n"
-        "from sglang_hybrid.core.sentences import say\n"
+        "from sglang_hybrid.core.sentences import print_line\n"
         "@program\n"
         "def main(_):\n"
         "    while True:\n"
-        "        say('x' * 1_000)\n"
+        "        print_line('x' * 1_000)\n"
         "raise SystemExit(main([]))\n"
     )
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -69,7 +69,7 @@ def test_a_program_whose_output_nobody_reads_any_more_ends_in_silence() -> None:
 
 def test_a_wrong_command_line_is_a_usage_error() -> None:
     parser = Parser()
-    parser.add_argument("--limit", type=whole(1, 10))
+    parser.add_argument("--limit", type=integer(1, 10))
     assert parser.parse_args(["--limit", "10"]).limit == 10
     with pytest.raises(UsageError, match=r"^--limit: '11' is not a whole number from 1 to 10;"):
         parser.parse_args(["--limit", "11"])
@@ -80,7 +80,7 @@ def test_a_wrong_command_line_is_a_usage_error() -> None:
 @pytest.mark.parametrize(
     ("read", "text", "value"),
     [
-        (whole(-1, 5), "-1", -1),
+        (integer(-1, 5), "-1", -1),
         (number(0, 1), "1e-3", 0.001),
         (port, "0", 0),
         (server_url, "https://[::1]:30000/", "https://[::1]:30000"),
@@ -96,7 +96,7 @@ def test_what_an_option_takes(read: Callable[[str], Any], text: str, value: obje
 @pytest.mark.parametrize(
     ("read", "texts"),
     [
-        (whole(1, 1_000), NUMBERS),
+        (integer(1, 1_000), NUMBERS),
         (number(0.5, 9), NUMBERS),
         (port, ("65536", "-1", "http")),
         (

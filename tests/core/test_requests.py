@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.traffic.requests import (
-    Fresh,
+    FreshTokens,
     Request,
     TokenRuns,
     block_tokens,
@@ -37,7 +37,7 @@ def test_runs_expand_to_the_tokens_that_they_were_made_of(
 
 
 def test_blocks_take_a_few_bytes_each() -> None:
-    prompt, answer = block_tokens([7, 8, 3], 512)[:1500], Fresh().take(300)
+    prompt, answer = block_tokens([7, 8, 3], 512)[:1500], FreshTokens().take(300)
     request = make_request(0, 0, 0.0, prompt, answer)
     assert request.kept_bytes == 8 * 3  # 7 and 8 are one run
     assert request.tokens.tolist() == [*prompt, *answer]
@@ -58,7 +58,7 @@ def test_blocks_of_a_long_trace_differ_in_every_token() -> None:
 
 
 def test_fresh_tokens_stay_negative_beyond_their_last_id() -> None:
-    fresh = Fresh()
+    fresh = FreshTokens()
     assert fresh.take(3).tolist() == [-1, -2, -3]
     fresh._taken = 2**31 - 1
     assert fresh.take(2).tolist() == [-(2**31), -1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from sglang_hybrid.core.returns.sessions import LOOKED_AT, OVERDUE, ExpectedReturns
+from sglang_hybrid.core.returns.sessions import OVERDUE, POSITIONS_PER_CALL, ExpectedReturns
 
 
 def test_a_load_is_due_when_it_would_end_late_otherwise() -> None:
@@ -45,7 +45,7 @@ def test_a_load_is_due_behind_any_number_that_need_nothing() -> None:
         found = returns.due(20.5, float, size, longest=5.05)
         calls.append(len(asked))
     assert found == 2_000
-    assert max(after - before for before, after in pairwise(calls)) == LOOKED_AT
+    assert max(after - before for before, after in pairwise(calls)) == POSITIONS_PER_CALL
     assert returns.due(20.5, float, size, longest=5.05) is None
 
 

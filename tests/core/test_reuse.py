@@ -33,10 +33,10 @@ from sglang_hybrid.core.returns.hazards import (
 )
 from sglang_hybrid.core.returns.intervals import IntervalCounts
 from sglang_hybrid.core.returns.reuse import (
+    LEAST_FOR_EXPONENT,
     LONG,
     MICROSECONDS,
     REBUILD_EVERY,
-    SEARCHED,
     ReuseIndex,
 )
 from tests.examples import examples, seeds
@@ -119,7 +119,7 @@ def test_ages_fall_into_the_same_bins_one_by_one_and_together(unit: float) -> No
     index.open(0, 0.0)
     index.on_request(0.0)
     weights, expiry = index.weights(np.zeros(len(ages), dtype=np.int64), ages)
-    many = np.tile(ages, 1 + SEARCHED // len(ages))
+    many = np.tile(ages, 1 + LEAST_FOR_EXPONENT // len(ages))
     again, _ = index.weights(np.zeros(len(many), dtype=np.int64), many)
     assert (again.reshape(-1, len(ages)) == weights).all()
     for age, weight, until in zip(ages.tolist(), weights, expiry, strict=True):
@@ -408,7 +408,7 @@ def test_a_table_that_is_made_step_by_step_is_that_of_when_it_was_begun(
             if counts is index._long and not expected:
                 twin = copy.copy(index)
                 twin._long, twin._short = copy.deepcopy((index._long, index._short))
-                twin._news, twin._work = copy.deepcopy(index._news), None
+                twin._recent, twin._work = copy.deepcopy(index._recent), None
                 expected.append(np.empty(0))  # it is begun in the twin, too
                 twin.rebuild()
                 expected[:] = [table_of(twin, classes)]

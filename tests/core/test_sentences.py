@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hybrid.core.sentences import meant, plain, say, shown
+from sglang_hybrid.core.sentences import escape, print_line, quote, suggest
 
 
 @pytest.mark.parametrize(
@@ -20,14 +20,14 @@ from sglang_hybrid.core.sentences import meant, plain, say, shown
 def test_what_does_not_print_is_written_out(
     text: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plain(text) == said
-    say(text)
+    assert escape(text) == said
+    print_line(text)
     assert capsys.readouterr().out == f"{said}\n"
 
 
 def test_long_values_are_shortened() -> None:
-    assert len(shown("x" * 10**6)) < 100
-    assert shown(10**30_000) == "a number of 99,658 bits"
+    assert len(quote("x" * 10**6)) < 100
+    assert quote(10**30_000) == "a number of 99,658 bits"
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_long_values_are_shortened() -> None:
 )
 def test_what_an_unknown_name_may_mean(name: str, said: str) -> None:
     names = ["qwen3-next", "qwen3.5", "lru", "marconi"]
-    assert meant(name, names) == meant(name, iter(names)) == said
+    assert suggest(name, names) == suggest(name, iter(names)) == said

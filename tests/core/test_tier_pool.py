@@ -17,8 +17,8 @@ from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.tiers import tier_pool
 from sglang_hybrid.core.tiers.places import Placement, copies_of, was_refused
 from sglang_hybrid.core.tiers.rates import Link, Rates, Speeds, Tier
-from sglang_hybrid.core.tiers.tier_pool import LOOKED_AT, TierPool
-from sglang_hybrid.core.tiers.writes import CopyJudge, refuse
+from sglang_hybrid.core.tiers.tier_pool import MOST_COMPARED, TierPool
+from sglang_hybrid.core.tiers.writes import CopyJudge, mark_refused
 from sglang_hybrid.core.victims.eviction import Lru, Marconi, Policy, Reuse
 from sglang_hybrid.core.victims.pool import Scarce
 from tests.core.plain import plain_evictions, plain_next_victims
@@ -220,7 +220,7 @@ def test_a_copy_pushes_out_only_what_free_room_does_not_hold(
     long = cache.leaf(20_000, DEVICE)
     room = {Scarce.KV: 20_000 - others * 500, Scarce.STATES: 1}
     judge = CopyJudge(HostPools(cache, kv), room.__getitem__, lambda: 1.0)
-    assert judge.worth_resuming(long) is is_worth_it
+    assert judge.is_resume_worth(long) is is_worth_it
 
 
 @pytest.mark.parametrize(("longer", "is_worth_it"), [(0, True), (1, False)])
@@ -231,13 +231,13 @@ def test_nothing_is_pushed_out_for_a_path_that_is_longer_than_the_host(
     cache = Cache(Lru())
     kv = TierPool(HOST, Scarce.KV, COST, Lru(), cache.tree.clock, cache.rates)
     cache.tree.listen(kv)
-    for _ in range(LOOKED_AT + 6):
+    for _ in range(MOST_COMPARED + 6):
         cache.leaf(500, HOST)
     cache.tree.clock.advance()
     room = {Scarce.KV: 300, Scarce.STATES: 1}
-    long = cache.leaf((LOOKED_AT + 6) * 500 + 300 + longer, DEVICE)
+    long = cache.leaf((MOST_COMPARED + 6) * 500 + 300 + longer, DEVICE)
     judge = CopyJudge(HostPools(cache, kv), room.__getitem__, lambda: 1.0)
-    assert judge.worth_resuming(long) is is_worth_it
+    assert judge.is_resume_worth(long) is is_worth_it
 
 
 class HostPools:
@@ -275,7 +275,7 @@ def test_a_large_tree_is_followed_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     """While nodes come and go."""
     cache = Cache(Lru())
     leaves = [cache.leaf(1_000 + number, DEVICE) for number in range(12)]
-    monkeypatch.setattr(tier_pool, "FOLLOWED_AT_ONCE", 3)
+    monkeypatch.setattr(tier_pool, "NEW_NODES_PER_CALL", 3)
     assert cache.device.next_victims(1) == []
     gone = leaves.pop(3)
     cache.placement.drop_state(gone, DEVICE)
@@ -359,7 +359,7 @@ def change(cache: Cache, what: str, node: Node, number: int, flag: bool) -> None
     elif what == "pin":
         placement.pin(node, (DEVICE, HOST)[number % 2], flag)
     elif what == "refuse":
-        refuse(node)
+        mark_refused(node)
 
 
 @pytest.mark.parametrize("scarce", list(Scarce))

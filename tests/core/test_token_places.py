@@ -37,7 +37,7 @@ def test_nobody_loses_a_place(operations: list[tuple[str, int]]) -> None:
             places.hand_over(np.array(of[owner], np.int64), number)
             of[number] = of.pop(owner)
         elif places.rows and places.taken <= (places.rows - 1) * WIDTH:
-            row, old, new, owners = places.leave_a_row()
+            row, old, new, owners = places.vacate_row()
             assert set(old // WIDTH) <= {row}
             assert row not in new // WIDTH
             for before, now, whose in zip(old, new, owners, strict=True):

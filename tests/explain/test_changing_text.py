@@ -9,9 +9,9 @@ from sglang_hybrid.explain.changing_text import (
     LEAST_TOKENS,
     LONGEST,
     MOST_PROMPTS,
+    common_suffix_len,
     find_changing_text,
     line_of,
-    same_behind,
 )
 from sglang_hybrid.serving.telemetry.stats import ChangingText
 
@@ -71,8 +71,8 @@ def test_bytes_that_are_equal_inside_of_tokens_are_no_run() -> None:
 
 def test_tokens_that_are_equal_again() -> None:
     now, before = np.array(prompt([61], 1), np.int32), np.array(prompt([51, 52], 2), np.int32)
-    assert same_behind(now, before) == len(RULES) >= LEAST_TOKENS
-    assert same_behind(now, now) == 0
+    assert common_suffix_len(now, before) == len(RULES) >= LEAST_TOKENS
+    assert common_suffix_len(now, now) == 0
 
 
 def test_lines_begin_at_one() -> None:

@@ -26,8 +26,8 @@ def test_the_gates_of_kda_have_the_type_that_is_served(served_in_bfloat16: None)
     def make(layer: Any, *given: Any, **named: Any) -> None:
         made.append((layer, given, named))
 
-    models.take_the_served_type(make, "layer", 2, 3, 4, torch.float32, parallel_group="tp")
-    models.take_the_served_type(make, "layer", 2, 3, 4, dtype=torch.float32)
+    models.use_serving_dtype(make, "layer", 2, 3, 4, torch.float32, parallel_group="tp")
+    models.use_serving_dtype(make, "layer", 2, 3, 4, dtype=torch.float32)
     wanted = ("layer", (2, 3, 4, torch.bfloat16))
     assert made == [(*wanted, {"parallel_group": "tp"}), (*wanted, {})]
 
@@ -39,12 +39,12 @@ def test_a_stage_has_the_layers_that_its_inner_model_names(
 ) -> None:
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(pp_size=stages))
     model = SimpleNamespace(model=SimpleNamespace(start_layer=2, end_layer=4), **outer)
-    changed = models.know_its_stage(model=model, model_num_layers=8)
+    changed = models.use_own_layers(model=model, model_num_layers=8)
     if stages == 1 or outer:
         assert changed is None
     else:
         assert changed == ((), {"model": model.model, "model_num_layers": 8})
-    assert models.know_its_stage(model=SimpleNamespace(), model_num_layers=8) is None
+    assert models.use_own_layers(model=SimpleNamespace(), model_num_layers=8) is None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,6 @@ def test_one_memory_sets_nothing_aside_and_moves_behind_copies(
     memory = SimpleNamespace(radix_cache_backend=backend)
     monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
     told: list[Any] = []
-    pools.set_nothing_aside(lambda _, requests: told.append(requests), None, 20)
+    pools.reserve_no_states(lambda _, requests: told.append(requests), None, 20)
     pools.move_behind_copies(lambda _, blocked: told.append(blocked), None, "a gate")
     assert told == ([0] if backend else [20, "a gate"])

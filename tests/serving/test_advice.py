@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.serving.advice import ServerSetup, advise, who_sees_the_page
+from sglang_hybrid.serving.advice import ServerSetup, advise, page_warnings
 from sglang_hybrid.serving.backend import choose_backend
 from sglang_hybrid.serving.config import HybridConfig
 from tests.serving.test_backend import flags
@@ -212,8 +212,8 @@ def test_a_cache_that_is_off_is_said_to_be(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_page_without_the_admin_key_is_warned_of() -> None:
-    (line,) = who_sees_the_page(None, None)
+    (line,) = page_warnings(None, None)
     assert "everybody" in line and line.endswith("--admin-api-key.")
-    (line,) = who_sees_the_page("key", None)
+    (line,) = page_warnings("key", None)
     assert "API key" in line
-    assert who_sees_the_page("key", "admin") == who_sees_the_page(None, "admin") == []
+    assert page_warnings("key", "admin") == page_warnings(None, "admin") == []

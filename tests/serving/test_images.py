@@ -10,7 +10,7 @@ import sglang.srt.platforms  # noqa: F401 (finds our platform, which installs th
 import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 
-from sglang_hybrid.serving.images import tell_apart
+from sglang_hybrid.serving.images import set_image_identity
 from sglang_hybrid.serving.tenants import Tenant
 
 GRID = torch.tensor([[1, 10, 16]])
@@ -24,7 +24,7 @@ def image(
     item = MultimodalDataItem(modality=kind, model_specific_data=given)
     item.feature = torch.full((160, 8), value)
     item.set_pad_value()
-    tell_apart(item, tenant)
+    set_image_identity(item, tenant)
     return item
 
 

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from sglang_hybrid.serving import routes
-from sglang_hybrid.serving.routes import SameOrigin, asked_route
+from sglang_hybrid.serving.routes import SameOrigin, current_route
 
 EXPLAIN = "/hybrid_cache/explain"
 OWN = "127.0.0.1:30000"
@@ -123,7 +123,7 @@ def test_the_route_that_was_asked_is_what_the_application_calls_it() -> None:
 
     @app.get("/of/{name}")
     async def of(name: str) -> str:
-        return await asyncio.create_task(asyncio.to_thread(asked_route))
+        return await asyncio.create_task(asyncio.to_thread(current_route))
 
     assert TestClient(app).get("/of/secret?route=forged").json() == "/of/{name}"
-    assert asked_route() == ""
+    assert current_route() == ""

@@ -32,7 +32,7 @@ class Manager:
 
 
 def ask(manager: Manager, mode: str = "null") -> list[Any]:
-    asyncio.run(warm_up.hit(mode, manager))
+    asyncio.run(warm_up.send_hits(mode, manager))
     return manager.asked
 
 

@@ -31,7 +31,7 @@ bind_on_import()
 @pytest.fixture(autouse=True)
 def exact_again() -> Iterator[None]:
     yield
-    in_use.use(CodecPlan())
+    in_use.set_codecs(CodecPlan())
 
 
 def per_head(value_dim: int = DIM, **changes: Any) -> Any:
@@ -128,7 +128,7 @@ def close(one: torch.Tensor, two: torch.Tensor, codec: Codec) -> bool:
 )
 def test_kv_comes_back_within_the_bound(describe: Any, codec: Codec, io_backend: str) -> None:
     """A latent and the part of the key beside it have a scale each."""
-    in_use.use(CodecPlan.uniform(codec))
+    in_use.set_codecs(CodecPlan.uniform(codec))
     pool = kv_pool(describe())
     device = [tensor for layer in pool.tensors for tensor in layer]
     before = [tensor.clone() for tensor in device]
@@ -145,7 +145,7 @@ def test_kv_comes_back_within_the_bound(describe: Any, codec: Codec, io_backend:
 
 @pytest.mark.parametrize("codec", list(Codec)[1:])
 def test_states_come_back_within_the_bound(codec: Codec) -> None:
-    in_use.use(CodecPlan.uniform(codec))
+    in_use.set_codecs(CodecPlan.uniform(codec))
     pool = state_pool()
     info = pool.buffer_info
     host, slots, to = pool.alloc(2), torch.tensor([1, 5]), torch.tensor([7, 2])
@@ -160,7 +160,7 @@ def test_states_come_back_within_the_bound(codec: Codec) -> None:
 
 @pytest.mark.parametrize("make", [kv_pool, lambda: kv_pool(latent()), state_pool])
 def test_pages_for_the_disk_are_the_hosts_bytes(make: Any) -> None:
-    in_use.use(CodecPlan.uniform(Codec.INT8))
+    in_use.set_codecs(CodecPlan.uniform(Codec.INT8))
     pool = make()
     pool.kv_buffer.random_(0, 256)
     page = pool.get_data_page(pool.page_size, flat=True)
@@ -176,7 +176,7 @@ def test_pages_for_the_disk_are_the_hosts_bytes(make: Any) -> None:
 def test_int8_more_than_halves_the_bytes() -> None:
     sizes = {}
     for codec in Codec:
-        in_use.use(CodecPlan.uniform(codec))
+        in_use.set_codecs(CodecPlan.uniform(codec))
         pools = (kv_pool(), kv_pool(latent()), state_pool())
         sizes[codec] = [pool.size_per_token for pool in pools]
     for kind in range(3):
@@ -204,13 +204,13 @@ def test_exact_pools_are_sglangs() -> None:
     ],
 )
 def test_kv_that_is_no_row_of_numbers_is_refused(info: Any) -> None:
-    in_use.use(CodecPlan.uniform(Codec.INT8))
+    in_use.set_codecs(CodecPlan.uniform(Codec.INT8))
     with pytest.raises(CodecRefused, match="packed, or not kept token by token; leave the flag"):
         kv_pool(info())
 
 
 def test_pools_that_cannot_be_coded_are_refused() -> None:
-    in_use.use(CodecPlan.uniform(Codec.INT8))
+    in_use.set_codecs(CodecPlan.uniform(Codec.INT8))
     with pytest.raises(CodecRefused, match="draft"):
         kv_pool(draft_buffer_infos=("any",))
     with pytest.raises(CodecRefused, match="several ranks divide"):

@@ -12,24 +12,24 @@ from sglang_hybrid.serving.stored_keys import is_exact_part
 from sglang_hybrid.storage.codecs import in_use
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
-from sglang_hybrid.storage.codecs.exactness import apart_if_exact
+from sglang_hybrid.storage.codecs.exactness import storage_key
 
 EXACT = CacheFields(PromptHints(exact=True))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def smaller() -> Iterator[None]:
-    in_use.use(CodecPlan.uniform(Codec.INT8))
+    in_use.set_codecs(CodecPlan.uniform(Codec.INT8))
     yield
-    in_use.use(CodecPlan())
+    in_use.set_codecs(CodecPlan())
 
 
 def test_only_those_that_ask_for_it_are_apart() -> None:
-    assert is_exact_part(apart_if_exact("a", EXACT)) and is_exact_part(apart_if_exact(None, EXACT))
-    assert apart_if_exact("a", NOTHING) == "a" and apart_if_exact(None, NOTHING) is None
+    assert is_exact_part(storage_key("a", EXACT)) and is_exact_part(storage_key(None, EXACT))
+    assert storage_key("a", NOTHING) == "a" and storage_key(None, NOTHING) is None
 
 
 def test_where_copies_are_exact_nothing_is_apart() -> None:
-    in_use.use(CodecPlan())
-    assert apart_if_exact("a", EXACT) == "a" and apart_if_exact(None, EXACT) is None
-    in_use.use(CodecPlan.uniform(Codec.INT8))
+    in_use.set_codecs(CodecPlan())
+    assert storage_key("a", EXACT) == "a" and storage_key(None, EXACT) is None
+    in_use.set_codecs(CodecPlan.uniform(Codec.INT8))

@@ -271,9 +271,9 @@ class CodedEntries:
     def on_state_lock(self, node: UnifiedTreeNode) -> None:
         """The state of `node` was locked, or released."""
         if node.id in self._groups:
-            self._share_out(self._groups.of(node.id)[0])
+            self._set_group_values(self._groups.of(node.id)[0])
 
-    def give_way(self, node: UnifiedTreeNode) -> None:
+    def drop_coded_state(self, node: UnifiedTreeNode) -> None:
         """`node` is about to be given a state that a request computed: if it has a coded one, that
         goes.
         """
@@ -306,13 +306,13 @@ class CodedEntries:
                     moved.target.slot,
                     self._part(moved.to, slot),
                 )
-            self._share_out(moved.source)
-        self._share_out(group)
+            self._set_group_values(moved.source)
+        self._set_group_values(group)
         freed = group.slot[:0] if empty is None else empty.slot
         self._set(node, STATE, freed)
         return freed
 
-    def _share_out(self, group: Group[Tensor, int]) -> None:
+    def _set_group_values(self, group: Group[Tensor, int]) -> None:
         """One state of a group has its slot for a value, the others have nothing: one that is
         locked, if any is, since the slot cannot be had then.
         """

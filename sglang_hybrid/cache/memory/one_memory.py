@@ -106,7 +106,7 @@ class OneMemoryCache(UnifiedRadixCache):
             if parked is not None and parked.slots:
                 return parked.give_back_slot(kv)
             return kv >= spilled.tokens and spilled.spill()
-        if slots > 0 and spilled.bring_back():
+        if slots > 0 and spilled.unspill():
             return True
         return parked is not None and parked.park(-kv, slots)
 

@@ -62,18 +62,18 @@ class StepClock:
         self._offset: float | None = None  # from stamps to the time of all ranks
         self._ticks = False
         self._arrivals: PerRequest[float] = PerRequest()
-        self._wanted: list[Callable[[float], bool]] = []
-        self._told: list[Callable[[float], None]] = []
+        self._needs: list[Callable[[float], bool]] = []
+        self._listeners: list[Callable[[float], None]] = []
 
     def join(
-        self, wanted: Callable[[float], bool], told: Callable[[float], None] | None = None
+        self, needs_tick: Callable[[float], bool], listener: Callable[[float], None] | None = None
     ) -> None:
-        """Ticks are sent often when `wanted`, asked with the seconds of now, says so. told: what
-        each tick is given to, on every rank.
+        """Ticks are sent often when `needs_tick`, asked with the seconds of now, says so. listener:
+        called with each tick, on every rank.
         """
-        self._wanted.append(wanted)
-        if told is not None:
-            self._told.append(told)
+        self._needs.append(needs_tick)
+        if listener is not None:
+            self._listeners.append(listener)
 
     def poll(self) -> list[ClockTick]:
         """The ticks to send to all ranks now; called on the rank that receives requests."""
@@ -81,10 +81,10 @@ class StepClock:
         passed = reading - self._moved
         if passed < 0:  # this rank's clock went back
             self._moved, passed = reading, 0.0
-        if not self._wanted or passed < SECONDS_BETWEEN_TICKS:
+        if not self._needs or passed < SECONDS_BETWEEN_TICKS:
             return []
         seconds = self.now + (min(passed, MOST_AT_ONCE) if self._ticks else FIRST_TICK)
-        if passed < SECONDS_WITHOUT_A_TICK and not any(wants(seconds) for wants in self._wanted):
+        if passed < SECONDS_WITHOUT_A_TICK and not any(needs(seconds) for needs in self._needs):
             return []
         self._offered = ClockTick(seconds), reading
         return [self._offered[0]]
@@ -99,8 +99,8 @@ class StepClock:
         self._ticks = True
         self.now = max(self.now, tick.seconds)
         self._moved = reading if offered == tick else self.read()
-        for told in self._told:
-            told(tick.seconds)
+        for listener in self._listeners:
+            listener(tick.seconds)
 
     def arrival(self, req: Req) -> float | None:
         """The arrival of `req`, None if it has no stamp. The first time that it is asked, the time

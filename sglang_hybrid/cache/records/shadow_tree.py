@@ -67,7 +67,7 @@ class ShadowTree:
         self._kv_policy = kv_policy
         self._state_policy = kv_policy if one_memory else state_policy
         self._records: dict[int, Node] = {}
-        self.asked: Pool | None  # the pool that chose the last victim
+        self.victim_pool: Pool | None  # the pool that chose the last victim
         self._build()
 
     def _build(self) -> None:
@@ -80,7 +80,7 @@ class ShadowTree:
         self._records = {}
 
     def _fill_pools(self) -> None:
-        self.asked = None
+        self.victim_pool = None
         scarce = Scarce.SHARED if self.one_memory else Scarce.KV
         self.kv_pool = self.state_pool = Pool(scarce, self.cost, self._kv_policy, self.clock)
         if not self.one_memory:
@@ -212,19 +212,19 @@ class ShadowTree:
 
     def kv_victim(self) -> UnifiedTreeNode | None:
         """The leaf whose KV is evicted next, or None."""
-        self.asked = self.kv_pool
+        self.victim_pool = self.kv_pool
         return _payload(self.kv_pool.victim())
 
     def state_victim(self) -> UnifiedTreeNode | None:
         """The node whose state is evicted next; one with several children only if there is no
         other.
         """
-        self.asked = self.state_pool
+        self.victim_pool = self.state_pool
         return _payload(self.state_pool.victim(last_resort=True))
 
     def codable(self, node: UnifiedTreeNode) -> Codable | None:
         """The part of `node`, the last victim, that is to be coded; None if it is to be evicted."""
-        return None if self.asked is None else self.asked.codable(self._records[node.id])
+        return self.victim_pool.codable(self._records[node.id]) if self.victim_pool else None
 
     # Admission
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.core.records.nodes import Node
     from sglang_hybrid.core.victims.eviction import Policy
 
-FOLLOWED = (Tier.DEVICE, Tier.HOST)
+FOLLOWED_TIERS = (Tier.DEVICE, Tier.HOST)
 """Tiers whose copies SGLang's nodes tell of."""
 
 
@@ -65,7 +65,7 @@ class TieredShadowTree(ShadowTree):
         )
 
     def _fill_pools(self) -> None:
-        self.asked = None
+        self.victim_pool = None
         if self._placement is None or self._placement.tree is not self.tree:
             self._placement = Placement(self.tree)
         kind = Scarce.SHARED if self.one_memory else Scarce.KV
@@ -103,7 +103,7 @@ class TieredShadowTree(ShadowTree):
 
     def on_remove(self, node: UnifiedTreeNode) -> None:
         record = self._records[node.id]
-        for tier in FOLLOWED:
+        for tier in FOLLOWED_TIERS:
             self.placement.drop_state(record, tier)
             self.placement.drop_kv(record, tier)
         super().on_remove(node)
@@ -125,10 +125,10 @@ class TieredShadowTree(ShadowTree):
         if state and not record.has_state:
             self.tree.give_state(record, Kind.UNKNOWN)
         placement = self.placement
-        for tier in FOLLOWED:  # what came, before what went: the last KV of a record cannot go
+        for tier in FOLLOWED_TIERS:  # additions first: the last KV of a record cannot be dropped
             if kv >> tier & 1:
                 placement.add_kv(record, tier)
-        for tier in FOLLOWED:
+        for tier in FOLLOWED_TIERS:
             if not kv >> tier & 1:
                 placement.drop_kv(record, tier)
             (placement.add_state if state >> tier & 1 else placement.drop_state)(record, tier)
@@ -157,7 +157,7 @@ class TieredShadowTree(ShadowTree):
         super().check(root, kv_tokens=kv_tokens, states=states)
         tokens, held = [0, 0], [0, 0]
         for record in self.tree.walk():
-            for tier in FOLLOWED:
+            for tier in FOLLOWED_TIERS:
                 tokens[tier] += record.tokens * copies_of(record).has_kv(tier)
                 held[tier] += copies_of(record).has_state(tier)
         counted = self.placement.kv_tokens[:2], self.placement.states[:2]
@@ -175,7 +175,7 @@ class TieredShadowTree(ShadowTree):
         kv = _masks(node, ComponentType.FULL)
         state = _masks(node, ComponentType.MAMBA) if self.has_states else kv
         below = [_masks(child, ComponentType.FULL) for child in node.children.values()]
-        children = [sum(mask >> tier & 1 for mask in below) for tier in FOLLOWED]
+        children = [sum(mask >> tier & 1 for mask in below) for tier in FOLLOWED_TIERS]
         pairs: list[tuple[str, Any, Any]] = [
             ("KV", copies.kv, kv),
             ("state", copies.state, state),

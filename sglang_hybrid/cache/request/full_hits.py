@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.checkpoints.last_hidden import Answers, LastHidden, Wanted
+from sglang_hybrid.checkpoints.last_hidden import Answers, HiddenCapture, LastHidden
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.cache_fields import fields_of
 
@@ -36,7 +36,7 @@ class FullHits:
         self._kept: OrderedDict[int, LastHidden] = OrderedDict()  # by the node at the prompt's end
         self._found: PerRequest[LastHidden] = PerRequest()
         self._wants: PerRequest[bool] = PerRequest()
-        self._under_way: PerRequest[tuple[Wanted, int]] = PerRequest()
+        self._under_way: PerRequest[tuple[HiddenCapture, int]] = PerRequest()
         self._may_join = True
         self.answered = 0
 
@@ -44,7 +44,7 @@ class FullHits:
         """A prefill batch begins to be filled."""
         self._may_join = True
 
-    def on_other(self) -> None:
+    def on_computed_request(self) -> None:
         """A request that must be computed joined the batch."""
         self._may_join = False
 
@@ -76,15 +76,15 @@ class FullHits:
             self._kept.move_to_end(end.id)
         return taken
 
-    def found(self, req: Req) -> bool:
+    def is_full_hit(self, req: Req) -> bool:
         """True if the last look-up of `req` found all of its prompt."""
         return req in self._found
 
-    def wants(self, req: Req, hit_len: int) -> bool:
+    def wants_state(self, req: Req, hit_len: int) -> bool:
         """True if the prefill of `req`, which resumes at `hit_len`, shall leave the state behind
         its prompt: the prompt was asked before, as its last token in the tree shows.
         """
-        last = hit_len == len(req.origin_input_ids) - 1 and self._may_be(req)
+        last = hit_len == len(req.origin_input_ids) - 1 and self._can_skip_forward(req)
         again = last and self._cache.tree_core.following(req, hit_len) is not None
         self._wants[req] = again
         return again
@@ -104,7 +104,7 @@ class FullHits:
             return
         rows = [row for row, req in enumerate(batch.reqs) if self._wants.pop(req)]
         if rows:
-            batch.last_hidden = wanted = Wanted(rows)
+            batch.last_hidden = wanted = HiddenCapture(rows)
             for number, row in enumerate(rows):
                 self._under_way[batch.reqs[row]] = wanted, number
 
@@ -130,7 +130,7 @@ class FullHits:
         held = sum(kept.nbytes for kept in self._kept.values())
         return {"kept": len(self._kept), "bytes": held, "answered": self.answered}
 
-    def _may_be(self, req: Req) -> bool:
+    def _can_skip_forward(self, req: Req) -> bool:
         """True if a hidden state says all that `req` wants to know."""
         return not (
             req.output_ids  # it was retracted
@@ -146,15 +146,15 @@ class FullHits:
         last token; None if there is none with KV and state on the device.
         """
         core = self._cache.tree_core
-        if len(params.key) != len(req.origin_input_ids) - 1 or not self._may_be(req):
+        if len(params.key) != len(req.origin_input_ids) - 1 or not self._can_skip_forward(req):
             return None
         end = core.following(req, len(params.key)) if core.is_plain else None
         if end is None or len(end.key) != 1 or end.evicted:
             return None
         if end.component_data[ComponentType.MAMBA].value is None:
             return None
-        elsewhere = self._cache.parts.elsewhere
-        return end if elsewhere is None or elsewhere.make_readable(end) else None
+        displaced_kv = self._cache.parts.displaced_kv
+        return end if displaced_kv is None or displaced_kv.make_readable(end) else None
 
     def _take_last_kv(self, batch: ScheduleBatch) -> None:
         """The last token of each prompt has KV in the tree: its request needs none of its own."""

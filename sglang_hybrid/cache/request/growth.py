@@ -43,7 +43,7 @@ class PathGrowth:
         states_stay = envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get()
         self._unlocked = (ComponentType.MAMBA,) if states_stay else ()
 
-    def serves(self, req: Req) -> bool:
+    def can_grow(self, req: Req) -> bool:
         """True if `req` holds a node, and all that the tree holds is on the device: otherwise
         SGLang has more to do than what is done here.
         """
@@ -93,7 +93,7 @@ class PathGrowth:
     def insert(self, req: Req, params: InsertParams, end: int) -> InsertResult:
         """Insert the first `end` tokens of `req` with what `params` says of their states."""
         held, depth = None, 0
-        if self.serves(req):
+        if self.can_grow(req):
             held, depth = self._held(req, min(end, params.prev_prefix_len))
         return self._insert_below(held, depth, req, params, end)
 

@@ -148,12 +148,12 @@ class LookUps:
         hit = self._depth(result)
         kv_only = max(0, result.full_kv_hit_length - hit) if self._cache.is_mamba_enabled else 0
         ways = self._ways
-        found = None if ways is None else ways.found(req)
+        found = None if ways is None else ways.last_lookup(req)
         if isinstance(result, NoSlotForHit):
             missed = Missed.NO_SLOT
             found = found and replace(found, device_tokens=0, host_tokens=0, state=None)
         elif found is not None and found.stored_tokens > hit:
-            failed = ways is not None and ways.failed(req)
+            failed = ways is not None and ways.has_failed(req)
             missed = Missed.NOT_LOADED if failed else Missed.COMPUTED
         elif kv_only:
             missed = Missed.NO_STATE

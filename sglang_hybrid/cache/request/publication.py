@@ -73,13 +73,13 @@ class Publication:
         self.inserting = (self.carried.position, self.carried.kind)
         return self.carried.position
 
-    def inserted(self, result: InsertResult) -> None:
+    def on_insert(self, result: InsertResult) -> None:
         """Called after SGLang's insertion."""
         if self.carried is not None:
             self._give_back_if_duplicate(self.carried, result)
             self.carried = None
 
-    def committed(self) -> Kind:
+    def on_commit(self) -> Kind:
         """Called when the tree has taken the state of the insertion; returns the state's kind."""
         self.published.append(self.inserting)
         return self.inserting[1]

@@ -80,19 +80,19 @@ class ModularPrompts:
     def prepare(self, params: MatchPrefixParams) -> MatchPrefixParams:
         """The key to look up for a request: its prompt, or nothing if it must be computed whole."""
         req = params.req
-        asked = None if req is None else fields_of(req).imported
-        if req is None or asked is None:
+        imported = None if req is None else fields_of(req).imported
+        if req is None or imported is None:
             return params
         with_states = self._cache.supports_mamba()
         if with_states and not params.cow_mamba:  # it is ranked
             return params
         known = self._known.get(req)
-        if known is None or (known.composed and not self._stored(params.key, asked.length)):
-            known = self._known[req] = self._compose(req, params.key, asked)
-        whole = bool(asked.segments) and not known.composed
-        self._set_placement(req, asked, whole=whole)
+        if known is None or (known.composed and not self._stored(params.key, imported.length)):
+            known = self._known[req] = self._compose(req, params.key, imported)
+        whole = bool(imported.segments) and not known.composed
+        self._set_placement(req, imported, whole=whole)
         # The transition of a segment is that of all its tokens, so all are computed.
-        alone = not asked.segments and with_states and not self._why_never()
+        alone = not imported.segments and with_states and not self._why_not_composed()
         if not whole and not alone:
             return params
         nothing = self._key(params.key, params.key.token_ids[:0], params.key.extra_key)
@@ -105,12 +105,12 @@ class ModularPrompts:
         if self._states is None:
             return
         for req in batch.reqs:
-            known, asked = self._known.get(req), fields_of(req).imported
-            if known is None or asked is None or not known.composed:
+            known, imported = self._known.get(req), fields_of(req).imported
+            if known is None or imported is None or not known.composed:
                 continue
-            if req.prefix_len < asked.length:
+            if req.prefix_len < imported.length:
                 self._known[req] = Composition()
-                self._set_placement(req, asked, whole=True)
+                self._set_placement(req, imported, whole=True)
                 self._cache.plans.drop(req)
 
     def record(self, batch: ScheduleBatch) -> None:
@@ -124,8 +124,8 @@ class ModularPrompts:
         """Called when `req` has ended, and what it computed is in the tree."""
         if self._states is None:
             return
-        asked = fields_of(req).imported
-        if asked is None or asked.segments:
+        imported = fields_of(req).imported
+        if imported is None or imported.segments:
             return
         core = self._cache.tree_core
         like = RadixKey(req.origin_input_ids, is_bigram=core.is_eagle, cache_salt=req.cache_salt)
@@ -146,27 +146,27 @@ class ModularPrompts:
         """The transitions that are kept, for /server_info; None where there are none."""
         return None if self._states is None else self._states.as_dict()
 
-    def _compose(self, req: Req, key: RadixKey, asked: Imported) -> Composition:
+    def _compose(self, req: Req, key: RadixKey, imported: Imported) -> Composition:
         """Make the path of these segments, if that is possible."""
         cache, whole = self._cache, Composition()
-        if not asked.segments or cache.page_size > 1 or cache.disable:
+        if not imported.segments or cache.page_size > 1 or cache.disable:
             return whole
-        if cache.supports_mamba() and (why := self._why_never()):
+        if cache.supports_mamba() and (why := self._why_not_composed()):
             return Composition(why_never=why)
         if fields_of(req).hints.exact:
             return whole
         with ExitStack() as held:
-            return self._compose_held(req, key, asked, held)
+            return self._compose_locked(req, key, imported, held)
 
-    def _compose_held(
-        self, req: Req, key: RadixKey, asked: Imported, held: ExitStack
+    def _compose_locked(
+        self, req: Req, key: RadixKey, imported: Imported, held: ExitStack
     ) -> Composition:
         """held: what is looked up is held until it ends, so that it stays where it is."""
-        cache, whole, length = self._cache, Composition(), asked.length
+        cache, whole, length = self._cache, Composition(), imported.length
         have = self._lookup(key.token_ids[:length], key, key.extra_key, held)[0]
         if len(have) == length:
             return Composition(length)
-        segments = self._segments(req, key, asked, held)
+        segments = self._segments(req, key, imported, held)
         missing = [number for number, segment in enumerate(segments) if segment is None]
         if missing:
             fits = self._states is None or self._states.could_hold(len(segments))
@@ -205,12 +205,12 @@ class ModularPrompts:
         return Composition(length)
 
     def _segments(
-        self, req: Req, key: RadixKey, asked: Imported, held: ExitStack
+        self, req: Req, key: RadixKey, imported: Imported, held: ExitStack
     ) -> list[StoredSegment | None]:
         """The segments of a prompt as far as they are stored, with all that is needed of them."""
         found, at = [], 0
-        for start, tokens in asked.segments:
-            under = stored_under(segment_key(asked.extra_key, start), req.lora_id)
+        for start, tokens in imported.segments:
+            under = stored_under(segment_key(imported.extra_key, start), req.lora_id)
             kv, node = self._lookup(key.token_ids[at : at + tokens], key, under, held)
             there = len(kv) == tokens and (self._states is None or self._states.has(req, node))
             found.append(StoredSegment(tokens, kv, node) if there else None)
@@ -225,7 +225,7 @@ class ModularPrompts:
         """
         cache, slot = self._cache, None
         if self._states is not None:
-            slot = cache.slots.take() if self._in_slots(segments) else None
+            slot = cache.slots.take() if self._fetch_states(segments) else None
             if slot is None:
                 return None, None
         evict_from_tree_cache(cache, tokens)
@@ -234,13 +234,13 @@ class ModularPrompts:
             cache.slots.give_back(slot)
         return target, slot
 
-    def _in_slots(self, nodes: Sequence[int]) -> bool:
+    def _fetch_states(self, nodes: Sequence[int]) -> bool:
         """Give the states of these nodes, which are held, a slot where they lie in the place of KV;
         False if there are none.
         """
         cache, spilled = self._cache, self._cache.spilled
         return spilled is None or all(
-            node not in spilled or (cache.slots.make_room() and spilled.bring_back(node))
+            node not in spilled or (cache.slots.make_room() and spilled.unspill(node))
             for node in nodes
         )
 
@@ -255,15 +255,15 @@ class ModularPrompts:
             for rows in pool.get_kv_buffer(layer):
                 rows[target] = rows[source]
 
-    def _why_never(self) -> str:
+    def _why_not_composed(self) -> str:
         """The reason why no states are composed here, a sentence; empty if they are."""
         if self._states is None:
             self._states = extension("schemas.composition.states").SegmentStates(self._cache)
         return self._states.why_not
 
-    def _set_placement(self, req: Req, asked: Imported, *, whole: bool) -> None:
+    def _set_placement(self, req: Req, imported: Imported, *, whole: bool) -> None:
         """Set the offset of the positions of `req`, and whether it stays out of the tree."""
-        req.position_offset = 0 if whole else asked.position - asked.length
+        req.position_offset = 0 if whole else imported.position - imported.length
         if whole:
             req.skip_radix_cache_insert = True
 
@@ -278,10 +278,10 @@ class ModularPrompts:
         """
         cache = self._cache
         result = self._match(MatchPrefixParams(self._key(like, ids, extra_key)))
-        node, elsewhere = result.last_device_node, cache.parts.elsewhere
+        node, displaced = result.last_device_node, cache.parts.displaced_kv
         if held is not None:
             held.callback(cache.unlock, cache.lock(node))
-        if elsewhere is not None and not elsewhere.make_readable(cache.tree_core.node_by_id(node)):
+        if displaced is not None and not displaced.make_readable(cache.tree_core.node_by_id(node)):
             result = result._replace(device_prefix_len=0)
         slots = cache.path_device_indices(node)
         return slots[: result.device_prefix_len], node

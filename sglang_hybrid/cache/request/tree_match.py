@@ -86,7 +86,7 @@ class TreeMatcher:
         usable -= usable % core.page_size
         if not usable:
             return None
-        last = None if req is None else self._still_there(req, key, usable)
+        last = None if req is None else self._reusable_match(req, key, usable)
         start = (core.root_node, 0) if last is None else (last.node, last.depth)
         node, depth, actions = self._walk(*start, key, usable)
         best, resumed = self._deepest_state(node, depth)
@@ -111,7 +111,7 @@ class TreeMatcher:
         """The result of the last look-up of the same request, if it would be returned again."""
         key, req, page = params.key, params.req, self._core.page_size
         usable = len(key)
-        last = None if req is None else self._still_there(req, key, usable)
+        last = None if req is None else self._reusable_match(req, key, usable)
         if last is None:
             return None
         deeper = last.depth + page <= usable
@@ -148,7 +148,7 @@ class TreeMatcher:
             and not req.output_ids
             and req.prefix_len == last.result.device_prefix_len
             and req.last_node == last.result.last_device_node
-            and (last.changes == self._changes(last.record) or self._still_holds(last))
+            and (last.changes == self._changes(last.record) or self._is_still_valid(last))
         )
 
     def _changes(self, record: Node) -> int:
@@ -157,7 +157,7 @@ class TreeMatcher:
         """
         return record.changes + self._shadow_tree.tree.inner_changes
 
-    def _still_holds(self, last: LastMatch) -> bool:
+    def _is_still_valid(self, last: LastMatch) -> bool:
         """True if the tree is such that the whole prompt would match as it did."""
         if (
             last.node not in self._shadow_tree
@@ -187,7 +187,7 @@ class TreeMatcher:
         )
         return whole.child_key_at(depth, page) if depth + page <= len(whole) else None
 
-    def _still_there(self, req: Req, key: RadixKey, usable: int) -> LastMatch | None:
+    def _reusable_match(self, req: Req, key: RadixKey, usable: int) -> LastMatch | None:
         """The last look-up of `req`, if it was of this prompt and ended in what is still cached."""
         last = self._last.get(req)
         if (

@@ -124,9 +124,9 @@ class ParkedKv:
             free_slots -= 1
         wanted = min(wanted, places.free)
         moved, to = [], []
-        for node, there in self._unheld(wanted - wanted % self._page):
+        for node, there in self._take_unlocked(wanted - wanted % self._page):
             taken = places.take(node.id, len(there))
-            self._put_before(node, taken)
+            self._prepend_places(node, taken)
             moved.append(there)
             to.append(taken)
         self._free_empty_slots()
@@ -149,7 +149,7 @@ class ParkedKv:
         self.freed[STATE] -= 1
         return True
 
-    def _unheld(self, tokens: int) -> Iterator[tuple[UnifiedTreeNode, Tensor]]:
+    def _take_unlocked(self, tokens: int) -> Iterator[tuple[UnifiedTreeNode, Tensor]]:
         """Take `tokens` tokens of the pool, or as many as there are, from nodes that nobody holds,
         the least recently used first: yields each node, and the tokens that it has lost, which are
         the last ones that it had there.
@@ -188,14 +188,14 @@ class ParkedKv:
             there = self._kv.alloc(min(len(self._of[name]), wanted, self._most_at_once))
             if there is None:
                 return False
-            self._bring_back([self._cache.tree_core.node_by_id(name)], there)
+            self._unpark([self._cache.tree_core.node_by_id(name)], there)
             short -= len(there)
         if places.rows == slots:
             self._vacate_slot()
         return True
 
     def _vacate_slot(self) -> None:
-        row, old, new, owners = self._places.leave_a_row()
+        row, old, new, owners = self._places.vacate_row()
         for name in np.unique(owners).tolist():
             mine = self._of[name]
             at = np.searchsorted(old, mine).clip(max=len(old) - 1)
@@ -237,17 +237,17 @@ class ParkedKv:
             free = int(self._kv.available_size()) // self._page * self._page
             there = self._kv.alloc(min(wanted, free)) if free else None
             if there is not None:
-                self._bring_back(path, there)
+                self._unpark(path, there)
                 missing -= len(there)
                 continue
-            others = list(self._unheld(wanted))
+            others = list(self._take_unlocked(wanted))
             if not others:
                 return False
             self._exchange(path, others)
             missing -= sum(len(tokens) for _, tokens in others)
         return True
 
-    def _bring_back(self, path: list[UnifiedTreeNode], there: Tensor) -> None:
+    def _unpark(self, path: list[UnifiedTreeNode], there: Tensor) -> None:
         """Move to `there` as many tokens as that has of those that these nodes have in slots."""
         mine = self._take(path, there)
         places, slots = self._on_device(mine)
@@ -274,9 +274,9 @@ class ParkedKv:
         for other, tokens in others:
             taken, mine = mine[: len(tokens)], mine[len(tokens) :]
             self._places.hand_over(taken, other.id)
-            self._put_before(other, taken)
+            self._prepend_places(other, taken)
 
-    def _put_before(self, node: UnifiedTreeNode, places: PlaceArray) -> None:
+    def _prepend_places(self, node: UnifiedTreeNode, places: PlaceArray) -> None:
         """`node` has its KV at these places, and then at those that it has already."""
         self._of[node.id] = np.concatenate([places, self._of.get(node.id, places[:0])])
 

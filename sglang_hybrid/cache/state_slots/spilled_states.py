@@ -133,7 +133,7 @@ class SpilledStates:
         self.spilled += 1
         return True
 
-    def bring_back(self, name: int | None = None) -> bool:
+    def unspill(self, name: int | None = None) -> bool:
         """Move the state of the node with this id, None: the one that was spilled last, into a free
         slot; returns whether there was one, and a slot for it.
         """

@@ -140,14 +140,14 @@ class AheadLoads:
         tree = self._shadow_tree
         while self._free_tokens() < tokens:
             before = self._free_tokens()
-            if worth is not None and not _gives_way(tree.kv_pool, worth[0]):
+            if worth is not None and not _has_cheaper_victim(tree.kv_pool, worth[0]):
                 return False
             cache.evict_for_alloc(EvictParams(num_tokens=1))
             if self._free_tokens() <= before:
                 return False
         if not states or self._slots.free():
             return True
-        if worth is not None and not _gives_way(tree.state_pool, worth[1]):
+        if worth is not None and not _has_cheaper_victim(tree.state_pool, worth[1]):
             return False
         return bool(self._slots.make_room())
 
@@ -159,7 +159,7 @@ class AheadLoads:
         return int(self._slots.decoding * max(STEPS_AHEAD, self._cache.page_size))
 
 
-def _gives_way(pool: Pool, worth: float) -> bool:
+def _has_cheaper_victim(pool: Pool, worth: float) -> bool:
     """True if there is a victim that is worth no more, and nobody waits for it."""
     found = pool.cheapest(last_resort=True)
     return found is not None and found[1] <= worth and not found[0].demand

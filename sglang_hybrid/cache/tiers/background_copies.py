@@ -10,7 +10,7 @@ from sglang_hybrid.core.victims.pool import Scarce
 if TYPE_CHECKING:
     from sglang_hybrid.cache.host_tier import HostTierCache
 
-OFTEN = 8
+CHECKS = 8
 """The number of times that the next victims are looked for while requests fill the memory above the
 watermark.
 """
@@ -27,7 +27,7 @@ class Offload:
     def __init__(self, cache: HostTierCache, watermark: float) -> None:
         self._cache = cache
         self._watermark = watermark
-        self._looked: tuple[float, int] | None = None  # time and bytes in use when all was copied
+        self._last: tuple[float, int] | None = None  # time and bytes in use when all was copied
 
     @property
     def is_on(self) -> bool:
@@ -40,14 +40,14 @@ class Offload:
         controller = cache.cache_controller
         if not self.is_on or controller is None or controller.ack_write_queue:
             return
-        if cache.is_write_back and (controller.ack_load_queue or cache.requests_wait):
+        if cache.is_write_back and (controller.ack_load_queue or cache.has_waiting_requests):
             return
-        if self._nothing_new():
+        if self._is_unchanged():
             return
         for node in cache.shadow_tree.next_uncopied(self.needed):
             if cache.copy_to_host(node):
                 cache.tier_stats.offloaded += 1
-                self._looked = None
+                self._last = None
                 return
 
     def needed(self, scarce: Scarce) -> int:
@@ -55,17 +55,17 @@ class Offload:
         used, whole = self._memory(scarce)
         return used - int(self._watermark * whole)
 
-    def _nothing_new(self) -> bool:
+    def _is_unchanged(self) -> bool:
         """True if what would be evicted next is what it was when all of that was copied."""
         kinds = (Scarce.KV, Scarce.STATES)
         memories = [self._memory(kind) for kind in kinds]
         if all(used <= self._watermark * whole for used, whole in memories):
             return True
         now, used = self._cache.shadow_tree.clock.tick, sum(used for used, _ in memories)
-        step = (1 - self._watermark) * sum(whole for _, whole in memories) / OFTEN
-        if self._looked is not None and self._looked[0] == now and used - self._looked[1] < step:
+        step = (1 - self._watermark) * sum(whole for _, whole in memories) / CHECKS
+        if self._last is not None and self._last[0] == now and used - self._last[1] < step:
             return True
-        self._looked = now, used
+        self._last = now, used
         return False
 
     def _memory(self, scarce: Scarce) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.tiers.inexact import stays_on_device
-from sglang_hybrid.core.tiers.writes import AverageReturns, CopyJudge, refuse
+from sglang_hybrid.core.tiers.writes import AverageReturns, CopyJudge, mark_refused
 from sglang_hybrid.core.victims.pool import Scarce
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class WriteJudge:
         """
         record = self._shadow_tree.record(node)
         if stays_on_device(node):
-            refuse(record)
+            mark_refused(record)
             return False
         if not self._judge.can_judge(record, node.hit_count, self._least_uses()):
             return False
@@ -60,6 +60,6 @@ class WriteJudge:
         self._stats.not_written += 1
         return False
 
-    def worth_resuming(self, node: UnifiedTreeNode) -> bool:
+    def is_resume_worth(self, node: UnifiedTreeNode) -> bool:
         """True if the state of `node` should be copied, and the path to it that the host lacks."""
-        return self._judge.worth_resuming(self._shadow_tree.record(node))
+        return self._judge.is_resume_worth(self._shadow_tree.record(node))

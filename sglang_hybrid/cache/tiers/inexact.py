@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hybrid.serving.stored_keys import is_exact_part
-from sglang_hybrid.storage.codecs.in_use import chosen
+from sglang_hybrid.storage.codecs.in_use import host_codecs
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
@@ -42,7 +42,7 @@ class MarkedTreeCore(UnifiedTreeCore):
         self, node_id: int, device_indices: Any, kv_xfer: Any, comp_xfers: dict[Any, list[Any]]
     ) -> Any:
         actions = super().commit_load_back(node_id, device_indices, kv_xfer, comp_xfers)
-        if chosen() is not None:
+        if host_codecs() is not None:
             self.inexact.add(node_id)
             for transfer in (kv_xfer, *(one for each in comp_xfers.values() for one in each)):
                 self.inexact.update(transfer.nodes_to_load or ())
@@ -63,7 +63,7 @@ class MarkedTreeCore(UnifiedTreeCore):
 
 def stays_on_device(node: UnifiedTreeNode) -> bool:
     """True if copies of `node` would not be exact, and it must be."""
-    return chosen() is not None and is_exact_part(node.key.extra_key)
+    return host_codecs() is not None and is_exact_part(node.key.extra_key)
 
 
 class ExactPartsCache(UnifiedRadixCache):

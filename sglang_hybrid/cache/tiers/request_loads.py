@@ -65,7 +65,7 @@ class WayChooser:
         """Let `req` resume from what is on the device from now on."""
         self._without_loads[req] = True
 
-    def failed(self, req: Req) -> bool:
+    def has_failed(self, req: Req) -> bool:
         """True if a load for `req` could not be, so that it loads nothing."""
         return req in self._without_loads
 
@@ -73,7 +73,7 @@ class WayChooser:
         """`req` gave back all that it held. If it waits again, it may load again."""
         self._without_loads.pop(req)
 
-    def found(self, req: Req) -> Found | None:
+    def last_lookup(self, req: Req) -> Found | None:
         """The result of the last look-up of `req`, by tier."""
         return self._found.get(req)
 

@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang_hybrid.core.costs.cost import UNBOUNDED
 from sglang_hybrid.core.server_settings import ServedTiers, Split
-from sglang_hybrid.storage.codecs.in_use import chosen
+from sglang_hybrid.storage.codecs.in_use import host_codecs
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
@@ -36,7 +36,7 @@ def served_tiers(cache: HybridRadixCache) -> ServedTiers | None:
         least_uses=1 if cache.is_write_back else int(cache.write_through_threshold),
         watermark=cache.options.hybrid_offload_watermark,
         least_read=int(cache.prefetch_threshold),
-        exact=chosen() is None,
+        exact=host_codecs() is None,
     )
 
 

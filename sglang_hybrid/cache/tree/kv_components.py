@@ -34,9 +34,9 @@ class CountedFull(FullComponent):
         if EvictLayer.DEVICE in target:
             if not self._has_state(node):
                 self._parts.stats.evicted[Evicted.KV.value] += 1
-            self.kv_dropped(node)
-            if self._parts.elsewhere is not None:
-                self._parts.elsewhere.on_kv_eviction(node)
+            self.on_kv_loss(node)
+            if self._parts.displaced_kv is not None:
+                self._parts.displaced_kv.on_kv_eviction(node)
         freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
         return freed
 
@@ -47,8 +47,8 @@ class CountedFull(FullComponent):
         self, node: UnifiedTreeNode, *args: Any, value_slice: Any, **named: Any
     ) -> int:
         """Put what a request has computed anew into the place of coded KV, or of parked KV."""
-        elsewhere = self._parts.elsewhere
-        if elsewhere is not None and elsewhere.adopt(node, value_slice):
+        displaced_kv = self._parts.displaced_kv
+        if displaced_kv is not None and displaced_kv.adopt(node, value_slice):
             return 0
         return int(
             super().update_component_on_insert_overlap(
@@ -69,7 +69,7 @@ class CountedFull(FullComponent):
         super().redistribute_on_node_split(new_parent, child)
         coded.split(new_parent, child)
 
-    def kv_dropped(self, node: UnifiedTreeNode) -> None:
+    def on_kv_loss(self, node: UnifiedTreeNode) -> None:
         """The leaf `node` loses its KV."""
 
     def _has_state(self, node: UnifiedTreeNode) -> bool:

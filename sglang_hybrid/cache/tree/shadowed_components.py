@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.serving.telemetry.stats import Evicted
 
 
-class _ByValue(TreeComponent):
+class _ScoredComponent(TreeComponent):
     """Components whose evicted entries may be coded instead, and whose host copies are evicted by
     worth.
     """
@@ -53,15 +53,15 @@ class _ByValue(TreeComponent):
             super().drive_host_eviction(num_tokens, *args, **kwargs)
 
 
-class ShadowedMamba(_ByValue, RobustMamba):
+class ShadowedMamba(_ScoredComponent, RobustMamba):
     """States that are evicted by what they save."""
 
-    def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
+    def on_state_gain(self, node: UnifiedTreeNode, kind: Kind) -> None:
         self._shadow_tree.on_state_gain(node, kind)
         if self._parts.spilled is not None:
             self._parts.spilled.on_state_gain(node)
 
-    def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
+    def on_state_loss(self, node: UnifiedTreeNode, what: Evicted) -> None:
         if node.component_data[self.component_type].host_value is None:
             self._parts.decision_log.on_state_eviction(node, what)
         else:
@@ -72,16 +72,16 @@ class ShadowedMamba(_ByValue, RobustMamba):
         self, node: UnifiedTreeNode, result: Any, lock_host: bool = False
     ) -> Any:
         result = super().acquire_component_lock(node, result, lock_host)
-        self._tell_lock(node)
+        self._on_lock_change(node)
         return result
 
     def release_component_lock(
         self, node: UnifiedTreeNode, params: Any, lock_host: bool = False
     ) -> None:
         super().release_component_lock(node, params, lock_host)
-        self._tell_lock(node)
+        self._on_lock_change(node)
 
-    def _tell_lock(self, node: UnifiedTreeNode) -> None:
+    def _on_lock_change(self, node: UnifiedTreeNode) -> None:
         self._shadow_tree.on_state_lock(node, node.component_data[self.component_type].lock_ref > 0)
         if self._coded is not None:
             self._coded.on_state_lock(node)
@@ -131,10 +131,10 @@ class ShadowedMamba(_ByValue, RobustMamba):
         self._wanted, self._last = 0, None
 
 
-class ShadowedFull(_ByValue, CountedFull):
+class ShadowedFull(_ScoredComponent, CountedFull):
     """KV whose leaves are evicted by what they save."""
 
-    def kv_dropped(self, node: UnifiedTreeNode) -> None:
+    def on_kv_loss(self, node: UnifiedTreeNode) -> None:
         if not node.backuped:
             self._parts.decision_log.on_kv_eviction(node)
         elif not self._shadow_tree.has_states:

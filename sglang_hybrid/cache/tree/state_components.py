@@ -94,8 +94,8 @@ class RobustMamba(MambaComponent):
             result.best_match_node, self.component_type
         )
         node = self.tree_core.node_by_id(result.best_match_node)
-        elsewhere = self._parts.elsewhere
-        readable = elsewhere is None or elsewhere.make_readable(node)
+        displaced_kv = self._parts.displaced_kv
+        readable = displaced_kv is None or displaced_kv.make_readable(node)
         if not readable or (
             state is not None and not req.kv.holds_mamba and not self._room_for_a_copy(result)
         ):
@@ -164,7 +164,7 @@ class RobustMamba(MambaComponent):
                 req, is_finished, insert_result=insert_result, insert_params=insert_params
             )
             return
-        publication.inserted(insert_result)
+        publication.on_insert(insert_result)
         if is_finished:
             self.cache.req_to_token_pool.free_mamba_cache(req)
 
@@ -209,15 +209,15 @@ class RobustMamba(MambaComponent):
     ) -> None:
         had_state = not is_new_leaf and node.component_data[self.component_type].value is not None
         if self._parts.coded is not None and had_state:
-            self._parts.coded.give_way(node)
+            self._parts.coded.drop_coded_state(node)
         super().commit_insert_component_data(node, is_new_leaf, *args, **kwargs)
         if had_state:
             self._parts.stats.skipped[Skip.DUPLICATE.value] += 1
         else:
             publication = self._publication
-            kind = Kind.UNKNOWN if publication is None else publication.committed()
+            kind = Kind.UNKNOWN if publication is None else publication.on_commit()
             self._parts.stats.admitted[kind.value] += 1
-            self.state_given(node, kind)
+            self.on_state_gain(node, kind)
 
     def evict_component(
         self,
@@ -237,13 +237,13 @@ class RobustMamba(MambaComponent):
             whole = node in self.tree_core.evictable_device_leaves
             what = Evicted.LEAF if whole else Evicted.STATE
             self._parts.stats.evicted[what.value] += 1
-            self.state_dropped(node, what)
+            self.on_state_loss(node, what)
         return freed
 
-    def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
+    def on_state_gain(self, node: UnifiedTreeNode, kind: Kind) -> None:
         """`node` just got a state."""
 
-    def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
+    def on_state_loss(self, node: UnifiedTreeNode, what: Evicted) -> None:
         """`node` just lost its state."""
 
     def _skip(self, req: Req, kind: Kind) -> Skip | None:

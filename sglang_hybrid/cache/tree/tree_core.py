@@ -225,7 +225,7 @@ class HybridTreeCore(MarkedTreeCore):
         """KV that is copied for what is below it takes its state along only if that is worth it."""
         value, transfers = super()._build_backup_spec(node)
         state = ComponentType.MAMBA
-        if state in transfers and not (self.writes is None or self.writes.worth_resuming(node)):
+        if state in transfers and not (self.writes is None or self.writes.is_resume_worth(node)):
             del transfers[state]
         return value, transfers
 

@@ -127,7 +127,7 @@ def last_boundary(start: int, end: int, grid: int) -> int | None:
     return boundary if boundary > start else None
 
 
-def screen(
+def screen_positions(
     wanted: Sequence[tuple[int, Kind]], prefill: Prefill, min_branch_tokens: int = MIN_BRANCH_TOKENS
 ) -> list[Checkpoint]:
     """Each wanted position on its page, skipped if it is not computed, there already, or too close
@@ -153,7 +153,7 @@ def screen(
     return screened
 
 
-def worth(position: int, kind: Kind, slot_budget: SlotBudget) -> Skip | None:
+def skip_reason(position: int, kind: Kind, slot_budget: SlotBudget) -> Skip | None:
     """The reason why a checkpoint is not taken where no slot is free; None if it is worth what it
     pushes out.
 

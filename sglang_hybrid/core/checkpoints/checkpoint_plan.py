@@ -17,8 +17,8 @@ from sglang_hybrid.core.checkpoints.admission import (
     SlotBudget,
     judicious,
     last_boundary,
-    screen,
-    worth,
+    screen_positions,
+    skip_reason,
 )
 from sglang_hybrid.core.records.nodes import Clock, Kind, Node
 from sglang_hybrid.core.returns.history import HistoryMatch
@@ -137,13 +137,13 @@ class CheckpointPlan(Generic[Slot]):
                 self.wanted[at] = Kind.BRANCH
                 taken.append(at)
 
-    def take_passed(
+    def take_in_prefill(
         self, slots: StateSlots[Slot], start: int, end: int, grid: int, min_branch_tokens: int
     ) -> tuple[list[PendingCheckpoint[Slot]], list[tuple[CheckpointRequest, Skip]]]:
         """Called before a forward of tokens [start, end). Returns the states that it will save,
         each with its slot, and the wanted ones that it will not save, each with the reason.
         """
-        self._want_a_boundary(start, end, grid, min_branch_tokens)
+        self._want_chunk_boundary(start, end, grid, min_branch_tokens)
         return self.take(slots, [at for at in self.wanted if start < at <= end], end)
 
     def take(
@@ -216,7 +216,7 @@ class CheckpointPlan(Generic[Slot]):
         """
         skip = self.comparison = None
         if slots.free() <= 0:
-            skip = worth(position, kind, slots.budget(self))
+            skip = skip_reason(position, kind, slots.budget(self))
         request = CheckpointRequest(position, kind, self.request_id, self.comparison, self.tenant)
         slot = slots.take(request) if skip is None else None
         if slot is None:
@@ -235,7 +235,7 @@ class CheckpointPlan(Generic[Slot]):
             ]
         return sorted(ready, key=lambda checkpoint: -checkpoint.position)
 
-    def _want_a_boundary(self, start: int, end: int, grid: int, min_branch_tokens: int) -> None:
+    def _want_chunk_boundary(self, start: int, end: int, grid: int, min_branch_tokens: int) -> None:
         boundary = last_boundary(start, end, grid)
         if boundary is not None and boundary < self.prompt_len:
             near = any(abs(boundary - at) < min_branch_tokens for at in self.open_positions)
@@ -252,7 +252,7 @@ def plan_checkpoints(
     """
     wanted: dict[int, Kind] = {}
     micro_branches: dict[Checkpoint, None] = {}
-    for checkpoint in screen(judicious(prefill), prefill, min_branch_tokens):
+    for checkpoint in screen_positions(judicious(prefill), prefill, min_branch_tokens):
         if checkpoint.admitted:
             wanted[checkpoint.position] = checkpoint.kind
         elif checkpoint.skip is Skip.MICRO_BRANCH and checkpoint.kind is Kind.BRANCH:

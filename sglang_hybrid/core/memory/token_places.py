@@ -72,7 +72,7 @@ class TokenPlaces:
         """Give `owner` these places, which somebody has."""
         self._owners[places] = owner
 
-    def leave_a_row(self) -> tuple[int, PlaceArray, PlaceArray, PlaceArray]:
+    def vacate_row(self) -> tuple[int, PlaceArray, PlaceArray, PlaceArray]:
         """Drop the row in which the fewest places are taken; there must be as many free ones in
         others.
 

@@ -11,7 +11,7 @@ from sglang_hybrid.core.queue.lengths import AnswerLengths
 from sglang_hybrid.core.queue.load_times import Decoding, free_places, latest_starts, turns
 from sglang_hybrid.core.queue.waiting import Name
 
-LOOKED_AT: Final = 16
+MOST_AHEAD: Final = 16
 """Requests at the front of the queue whose loads may begin ahead of their turn."""
 
 
@@ -123,7 +123,7 @@ class LoadsAhead(Generic[Name]):
         queue: waiting requests in the order in which they will run. bandwidth: bytes per second.
         busy: seconds that the prefill under way still takes.
         """
-        front = list(queue[:LOOKED_AT])
+        front = list(queue[:MOST_AHEAD])
         sizes = [self._loader.load_bytes(name) for name in front]
         if not any(sizes):
             return [], math.inf
@@ -148,7 +148,7 @@ class LoadsAhead(Generic[Name]):
         they may begin again. queue: as for `begin_due`. A server does so at every step; the replay
         leaves such a load to its request's turn.
         """
-        for name in queue[:LOOKED_AT]:
+        for name in queue[:MOST_AHEAD]:
             load = self._loads.get(name)
             if load is not None and not load.under_way and self._loader.load_bytes(name):
                 self.cancel(name)

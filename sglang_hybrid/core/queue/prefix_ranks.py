@@ -47,24 +47,24 @@ HORIZON: Final = 1.0
 class RankLoad:
     """The work of one rank.
 
-    told_at: when the rank told of its load, in seconds. requests, tokens: of that time; requests
-    that wait or run, and tokens that wait to be computed. sent: (time, tokens to compute) of each
-    request since.
+    reported_at: when the rank told of its load, in seconds. requests, tokens: of that time;
+    requests that wait or run, and tokens that wait to be computed. sent: (time, tokens to compute)
+    of each request since.
     """
 
-    told_at: float = 0.0
+    reported_at: float = 0.0
     requests: int = 0
     tokens: int = 0
     sent: deque[tuple[float, int]] = field(default_factory=deque)
 
-    def on_told(self, at: float, requests: int, tokens: int) -> None:
+    def on_load_report(self, at: float, requests: int, tokens: int) -> None:
         """The rank tells of its load at the time `at`; only what is newer than the last counts."""
-        if at > self.told_at:
-            self.told_at, self.requests, self.tokens = at, requests, tokens
+        if at > self.reported_at:
+            self.reported_at, self.requests, self.tokens = at, requests, tokens
 
-    def left(self, now: float) -> int:
+    def pending_tokens(self, now: float) -> int:
         """The work that is left, in tokens of a prefill."""
-        while self.sent and self.sent[0][0] <= max(self.told_at, now - HORIZON):
+        while self.sent and self.sent[0][0] <= max(self.reported_at, now - HORIZON):
             self.sent.popleft()
         waiting = self.tokens + sum(tokens for _, tokens in self.sent)
         return waiting + REQUEST_TOKENS * (self.requests + len(self.sent))
@@ -88,15 +88,15 @@ class PrefixRanks:
         as sent, at `now` seconds.
         """
         blocks = _blocks(prompt)
-        known = self._known(tenant, blocks)
+        known = self._known_tokens(tenant, blocks)
         count = len(self.loads)
-        first = _number((tenant, blocks[-1:], list(prompt[len(blocks) * BLOCK :])))
+        first = _hash((tenant, blocks[-1:], list(prompt[len(blocks) * BLOCK :])))
 
-        def left(at: int) -> tuple[int, int]:
+        def cost(at: int) -> tuple[int, int]:
             new = len(prompt) - known[at]
-            return self.loads[at].left(now) + AGAIN * new, (at - first) % count
+            return self.loads[at].pending_tokens(now) + AGAIN * new, (at - first) % count
 
-        rank = min(allowed, key=left)
+        rank = min(allowed, key=cost)
         self.loads[rank].sent.append((now, len(prompt) - known[rank]))
         for block in reversed(blocks):  # the end of a prompt is forgotten first
             held = self._holders.get(tenant, block) or 0
@@ -105,9 +105,9 @@ class PrefixRanks:
 
     def of_session(self, session: str) -> int:
         """The rank of a session, whose requests can continue each other on one rank only."""
-        return _number(session) % len(self.loads)
+        return _hash(session) % len(self.loads)
 
-    def _known(self, tenant: Hashable, blocks: Sequence[str]) -> list[int]:
+    def _known_tokens(self, tenant: Hashable, blocks: Sequence[str]) -> list[int]:
         """The tokens from the start of a prompt that were sent to each rank before."""
         known = [len(blocks) * BLOCK] * len(self.loads)
         held = (1 << len(known)) - 1
@@ -123,7 +123,7 @@ class PrefixRanks:
         return known
 
 
-def _number(value: object) -> int:
+def _hash(value: object) -> int:
     """The same for equal values, in any process."""
     return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest())
 

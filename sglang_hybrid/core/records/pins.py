@@ -94,29 +94,29 @@ class Pins:
         return math.inf if first is None else first.until
 
     def pin(
-        self, node: Node, asked: PinRequest, tenant: Hashable = None, *, last: bool = True
+        self, node: Node, request: PinRequest, tenant: Hashable = None, *, last: bool = True
     ) -> bool:
-        """Pin `node`, which holds `asked.position`, for `tenant`; False if its payer's share
+        """Pin `node`, which holds `request.position`, for `tenant`; False if its payer's share
         has no room. last: it is not asked again for the same request; a refusal counts only then.
 
         A position that is pinned already gets the priority and the lifetime of this call, but is
         pinned no shorter than it was. Of two positions on one node, the deeper one is pinned, with
         the higher priority and the longer lifetime of both.
         """
-        until = self._now + asked.ttl
-        position = min(asked.position, node.depth)
+        until = self._now + request.ttl
+        position = min(request.position, node.depth)
         pin = node.pin
         if pin is not None:
             if position == pin.position:
-                pin.ttl, pin.priority = asked.ttl, asked.priority
+                pin.ttl, pin.priority = request.ttl, request.priority
             else:
                 pin.position = max(pin.position, position)
-                pin.ttl = max(pin.ttl, asked.ttl)
-                pin.priority = max(pin.priority, asked.priority, key=lambda one: one.weight)
+                pin.ttl = max(pin.ttl, request.ttl)
+                pin.priority = max(pin.priority, request.priority, key=lambda one: one.weight)
             pin.until = max(pin.until, until)
             self._note(pin)
             return True
-        pin = Pin(payer_of(tenant), position, asked.ttl, asked.priority, until)
+        pin = Pin(payer_of(tenant), position, request.ttl, request.priority, until)
         if not self._make_room(node, pin):
             self.counts["refused"] += last
             return False

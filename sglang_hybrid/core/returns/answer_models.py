@@ -86,7 +86,7 @@ class AnswerModels:
             del self._blank[tenant]
             self._learnt[tenant] = None
         while self.held_bytes > self._max_bytes:
-            self._give_way(tenant)
+            self._make_room(tenant)
 
     def _measure(self, tenant: Hashable) -> None:
         self._charge(tenant, self._models[tenant].held_bytes)
@@ -101,7 +101,7 @@ class AnswerModels:
         if not len(sizes):
             del self._sizes[payer]
 
-    def _give_way(self, present: Hashable) -> None:
+    def _make_room(self, present: Hashable) -> None:
         blank = next(iter(self._blank), present)
         if blank != present:
             self._drop(blank)
@@ -146,4 +146,4 @@ class AnswerModels:
         self._saved = OrderedDict(saved)
         self._saved_bytes = sum(learnt.held_bytes for learnt in saved.values())
         while self._saved and self.held_bytes > self._max_bytes:
-            self._give_way(None)
+            self._make_room(None)

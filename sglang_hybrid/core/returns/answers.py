@@ -129,7 +129,7 @@ class Answer:
             return None
         return self.pace if self.wait is None else self.wait
 
-    def believe_nothing(self) -> None:
+    def expect_nothing(self) -> None:
         """Expect nothing of this answer."""
         self.expected = self.wait = None
 
@@ -158,19 +158,19 @@ class LearntAnswers:
 class Calibration:
     """Expected probabilities of a return against what happened, over all tenants.
 
-    returned, gone [EXPECTATIONS]: answers that a return followed, and answers that were given up,
+    returned, given_up [EXPECTATIONS]: answers that a return followed, and those that were given up,
     by bucket of the expected probability. expected [EXPECTATIONS]: sums of these probabilities; 0
     in the first bucket, of which nothing was expected.
     """
 
     def __init__(self) -> None:
         self.returned = [0] * EXPECTATIONS
-        self.gone = [0] * EXPECTATIONS
+        self.given_up = [0] * EXPECTATIONS
         self.expected = [0.0] * EXPECTATIONS
 
     def judge(self, answer: Answer, count: int = 1) -> None:
         """`answer` got its label; count -1: that is taken back."""
-        happened = self.returned if answer.returned else self.gone
+        happened = self.returned if answer.returned else self.given_up
         bucket = bucket_of(answer.expected)
         happened[bucket] += count
         self.expected[bucket] += count * (answer.expected or 0.0)
@@ -253,7 +253,7 @@ class AnswerModel:
 
     def _expected(self, predicted: float, hint: Hint | None) -> float | None:
         """The result of `expect` where the regression says `predicted`."""
-        if hint is not None and (self.hints.is_telling(hint) or self.wait(hint) is not None):
+        if hint is not None and (self.hints.is_informative(hint) or self.wait(hint) is not None):
             p = self.hints.probability(hint)
             if not THRESHOLDS[0] < p <= THRESHOLDS[-1]:
                 return p

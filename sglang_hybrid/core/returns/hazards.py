@@ -138,7 +138,7 @@ class ClassTree:
             row += len(coarser)
 
 
-class SeenClasses:
+class KnownClasses:
     """The classes that ever had a position, numbered in the order in which they came. Counts are
     kept by these numbers, since most of the CLASSES never occur.
     """

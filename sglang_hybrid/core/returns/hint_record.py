@@ -35,11 +35,11 @@ class HintRecord:
     """
 
     def __init__(self) -> None:
-        self.times = SaidTimes()
-        self._given: dict[Next | None, float] = dict.fromkeys(FIRST_BELIEF, 0.0)
+        self.times = HintedTimes()
+        self._counts: dict[Next | None, float] = dict.fromkeys(FIRST_BELIEF, 0.0)
         self._returned: dict[Next | None, float] = dict.fromkeys(FIRST_BELIEF, 0.0)
 
-    def is_telling(self, hint: Hint) -> bool:
+    def is_informative(self, hint: Hint) -> bool:
         """True if returns after `hint` are clearly more, or less, frequent than without a hint."""
         return abs(self.probability(hint) - self.probability(None)) > LEAST_DIFFERENCE
 
@@ -49,7 +49,7 @@ class HintRecord:
         """
         kind = None if hint is None else hint.next
         believed = BELIEF_WEIGHT * FIRST_BELIEF[kind]
-        return (believed + self._returned[kind]) / (BELIEF_WEIGHT + self._given[kind])
+        return (believed + self._returned[kind]) / (BELIEF_WEIGHT + self._counts[kind])
 
     def on_outcome(self, hint: Hint | None, *, returned: bool, after: float = 0.0) -> None:
         """A return followed a request with this hint, `after` seconds later, or none did. hint:
@@ -57,7 +57,7 @@ class HintRecord:
         """
         kind = None if hint is None else hint.next
         fade = 0.5 ** (1 / MEMORY)
-        self._given[kind] = fade * self._given[kind] + 1
+        self._counts[kind] = fade * self._counts[kind] + 1
         self._returned[kind] = fade * self._returned[kind] + returned
         if hint is not None and hint.seconds is not None and returned:
             self.times.on_return(hint.seconds, after)
@@ -67,13 +67,13 @@ class HintRecord:
         and `on_outcome` is called for that.
         """
         kind = None if hint is None else hint.next
-        self._given[kind] = max(self._given[kind] - 1, self._returned[kind])
+        self._counts[kind] = max(self._counts[kind] - 1, self._returned[kind])
 
     def as_list(self) -> list[float]:
         """All that was learnt, for a file."""
         times = self.times
         return [
-            *self._given.values(),
+            *self._counts.values(),
             *self._returned.values(),
             *(times.weight, times.octaves, times.squares),
         ]
@@ -86,12 +86,12 @@ class HintRecord:
         *counts, weight, octaves, squares = values
         if not all(0 <= one < math.inf for one in (*counts, weight, squares, abs(octaves))):
             raise ValueError(f"a record of hints has sums that are not below 0, not {values}")
-        self._given = dict(zip(FIRST_BELIEF, counts, strict=False))
+        self._counts = dict(zip(FIRST_BELIEF, counts, strict=False))
         self._returned = dict(zip(FIRST_BELIEF, counts[kinds:], strict=False))
         self.times.weight, self.times.octaves, self.times.squares = weight, octaves, squares
 
 
-class SaidTimes:
+class HintedTimes:
     """Seconds until a return that a tenant named, against those that passed.
 
     weight, octaves, squares: of the hints so far, sums of 1, x and x^2 for x = log2(passed / said);

@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any, ClassVar, Final
 
 from sglang_hybrid.core.records.pin import PinRequest
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 
 CHECKPOINT: Final = "hybrid.checkpoint"
 PIN: Final = "hybrid.pin"
@@ -73,7 +73,7 @@ class Hint:
         """A hint that another request follows after so many seconds. Raises ValueError."""
         if not 0 < seconds <= MOST_SECONDS:
             raise ValueError(
-                f"a session returns after {shown(seconds)} seconds; say more than 0 and at most "
+                f"a session returns after {quote(seconds)} seconds; say more than 0 and at most "
                 f"{MOST_SECONDS:,}"
             )
         return cls(Next.RETURNS_AFTER, float(seconds))

@@ -142,7 +142,7 @@ class HistoryMatch:
 
 
 @dataclass(frozen=True)
-class Learnt:
+class LearntHistory:
     """The parameters of a history, as plain arrays: for a file that outlives the server. Positions,
     prompts and answers are not in it.
 
@@ -155,7 +155,7 @@ class Learnt:
 
 
 @dataclass(frozen=True)
-class LearntBefore:
+class SavedHistory:
     """The parameters that an earlier server has saved, as all ranks get them. content: of the file,
     as extensions/disk/learnt_file.py packs it. key: of tenants' names in it.
     """
@@ -360,7 +360,7 @@ class History:
             return None
         answer = model.on_answer_end(answer_ids, now, self._in_time_unit(hint))
         if not self.answers_count:
-            answer.believe_nothing()
+            answer.expect_nothing()
         return answer
 
     def _on_return(self, reused: HistoryNode | None, answer: Answer | None, now: float) -> int:
@@ -395,13 +395,13 @@ class History:
             if node.last is answer and node.interval_id != NO_INTERVAL:
                 self.index.reclass(node.interval_id, node.reuse_class)
 
-    def export(self, name_of: Callable[[Any], str]) -> Learnt:
+    def export(self, name_of: Callable[[Any], str]) -> LearntHistory:
         """The parameters that a restarted server can begin with. name_of: the name of a tenant
         there. Changes nothing.
         """
-        return Learnt(self.index.export(), dict(self._answers.export(name_of)))
+        return LearntHistory(self.index.export(), dict(self._answers.export(name_of)))
 
-    def restore(self, learnt: Learnt, name_of: Callable[[Any], str]) -> bool:
+    def restore(self, learnt: LearntHistory, name_of: Callable[[Any], str]) -> bool:
         """Begin with what an earlier server has learnt; False if requests were seen before."""
         if self.index.has_observed:
             return False

@@ -166,7 +166,7 @@ class IntervalCounts:
         return faded
 
 
-class IntervalNews:
+class RecentIntervals:
     """Recent intervals, as evidence for the long estimate of hazards or the short one.
 
     Every bin of age that an interval reached is one trial: the interval ended in it or passed it.
@@ -178,7 +178,7 @@ class IntervalNews:
         self._steps = np.zeros((0, bins + 1))  # differences, along bins, of those that passed
         self._evidence = np.zeros(0)
         self._classes = 0
-        self._seen = array("q", bytes(8 * 64))  # by interval id: bins that were counted
+        self._counted_bins = array("q", bytes(8 * 64))  # by interval id: bins that were counted
         self._touched: set[int] = set()  # numbers of the classes that had trials
         # By number of a class: the row of both estimates that holds for it. Classes that came later
         # have none.
@@ -194,9 +194,9 @@ class IntervalNews:
 
     def on_begin(self, interval: int, number: int) -> None:
         """An interval of the class of that number begins under this id."""
-        if interval >= len(self._seen):
-            self._seen.frombytes(bytes(8 * (interval + 1)))
-        self._seen[interval] = 0
+        if interval >= len(self._counted_bins):
+            self._counted_bins.frombytes(bytes(8 * (interval + 1)))
+        self._counted_bins[interval] = 0
 
     def on_interval_end(self, interval: int, number: int, age_bin: int) -> None:
         """An interval of the class of that number ended in this bin, having passed those before."""
@@ -209,18 +209,18 @@ class IntervalNews:
 
     def on_close(self, interval: int, number: int, age_bin: int) -> None:
         """An interval has passed all bins before this one, and is observed no more."""
-        seen = self._seen[interval]
+        seen = self._counted_bins[interval]
         if age_bin > seen:
             self._steps[number, seen] += 1
             self._steps[number, age_bin] -= 1
-            self._seen[interval] = age_bin
+            self._counted_bins[interval] = age_bin
             self._touched.add(number)
 
     def on_pass(self, intervals: IntArray, numbers: IntArray, age_bins: IntArray) -> None:
         """Open intervals [n] have reached these bins [n]. intervals: their ids. numbers: those of
         their classes.
         """
-        every = as_ints(self._seen)
+        every = as_ints(self._counted_bins)
         seen = every.take(intervals)
         on = (age_bins > seen).nonzero()[0]
         if not len(on):

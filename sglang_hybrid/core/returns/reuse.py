@@ -33,13 +33,13 @@ from sglang_hybrid.core.returns.hazards import (
     INTERVAL_BUCKETS,
     NEVER_REUSED,
     UNSEEN,
+    KnownClasses,
     ReturnEstimate,
-    SeenClasses,
 )
 from sglang_hybrid.core.returns.intervals import (
     IntervalCounts,
-    IntervalNews,
     LearntCounts,
+    RecentIntervals,
     as_ints,
 )
 
@@ -48,7 +48,7 @@ MICROSECONDS: Final = 2_000
 """Microseconds of a rebuilding per request: all of it where there is little."""
 INTERVALS_AT_ONCE: Final = 4_096  # in one step of it
 PER_INTERVAL, PER_START = 0.05, 100.0  # microseconds
-SEARCHED: Final = 1_000  # ages that are searched for among the bins
+LEAST_FOR_EXPONENT: Final = 1_000  # ages; bins of fewer are searched for
 LONG = 2_048  # half-lives, in intervals of a class
 SHORT = 32
 
@@ -82,11 +82,11 @@ class ReuseIndex:
         self._edges: FloatArray = np.ldexp(unit, np.arange(1, BINS + 1))
         self._cuts = self._edges[:-1]
         self._cut_list = self._cuts.tolist()
-        self._seen = SeenClasses()
+        self._classes = KnownClasses()
         self._long = IntervalCounts(LONG, BINS)
         self._short = IntervalCounts(SHORT, BINS)
-        self._news = IntervalNews(BINS)
-        self._observers = (self._long, self._short, self._news)
+        self._recent = RecentIntervals(BINS)
+        self._observers = (self._long, self._short, self._recent)
         self._number = array("q", [-1] * 64)  # by interval id: that of its class; -1: free
         self._since = array("d", [0.0] * 64)
         self._free = list(range(63, -1, -1))
@@ -111,19 +111,19 @@ class ReuseIndex:
             self._free = list(range(2 * count - 1, count - 1, -1))
         interval_id = self._free.pop()
         number = self._number[interval_id] = self._number_of(reuse_class)
-        self._begins(interval_id, number, time)
+        self._start_interval(interval_id, number, time)
         return interval_id
 
     def _number_of(self, reuse_class: int) -> int:
         """The number under which a class is counted from now on."""
-        number = self._seen.number(reuse_class)
+        number = self._classes.number(reuse_class)
         if number != UNSEEN:
             return number
         for observer in self._observers:
             observer.add_class()
-        return self._seen.add(reuse_class)
+        return self._classes.add(reuse_class)
 
-    def _begins(self, interval_id: int, number: int, time: float) -> None:
+    def _start_interval(self, interval_id: int, number: int, time: float) -> None:
         self._since[interval_id] = time
         for observer in self._observers:
             observer.on_begin(interval_id, number)
@@ -136,7 +136,7 @@ class ReuseIndex:
         number, age_bin = self._number[interval_id], self._bin(interval)
         for observer in self._observers:
             observer.on_interval_end(interval_id, number, age_bin)
-        self._begins(interval_id, number, time)
+        self._start_interval(interval_id, number, time)
         return interval
 
     def since(self, interval_id: int) -> float:
@@ -180,12 +180,12 @@ class ReuseIndex:
         self._now = max(self._now, time)
         self._observed += 1
         if self._work is None and self._observed >= self._rebuild_at:
-            self._work = self._rebuilding()
+            self._work = self._rebuild_steps()
             self._rebuild_at = self._observed + min(REBUILD_EVERY, self._observed // 4 + 1)
         if self._work is not None:
-            self._go_on(self._work)
+            self._continue_rebuild(self._work)
 
-    def _go_on(self, work: Iterator[float]) -> None:
+    def _continue_rebuild(self, work: Iterator[float]) -> None:
         """Do some of the rebuilding under way: all of it, if there is little."""
         spent = 0.0
         for microseconds in work:
@@ -197,10 +197,10 @@ class ReuseIndex:
     def rebuild(self) -> None:
         """Estimate hazards from all intervals, at once."""
         self._work = None
-        for _ in self._rebuilding():
+        for _ in self._rebuild_steps():
             pass
 
-    def _rebuilding(self) -> Iterator[float]:
+    def _rebuild_steps(self) -> Iterator[float]:
         """Estimate hazards from all intervals as they are once the news has been weighed; at the
         end the new table is in force. Each step says about how many microseconds it took: not more
         where there are more intervals or classes, but for one copy of what is counted.
@@ -208,15 +208,15 @@ class ReuseIndex:
         # 1 What happened since the last time speaks for one estimate or the other.
         first = 0
         while first < len(self._number):
-            self._news.on_pass(*self._open(slice(first, first + INTERVALS_AT_ONCE)))
+            self._recent.on_pass(*self._open(slice(first, first + INTERVALS_AT_ONCE)))
             first += INTERVALS_AT_ONCE
             yield PER_INTERVAL * INTERVALS_AT_ONCE
-        for number in self._news.refuted():
+        for number in self._recent.refuted():
             waiting = (as_ints(self._number) == number).nonzero()[0]
             self._long.start_over(self._short, number, waiting)
             yield PER_START
         # 2 The intervals of now are counted.
-        _, known, places, tree = self._seen.in_order()
+        _, known, places, tree = self._classes.in_order()
         counts = self._long.frozen(), self._short.frozen()
         taken = self._number[:], self._since[:], self._now
         still_open = np.zeros((2, len(known), BINS))
@@ -238,7 +238,7 @@ class ReuseIndex:
         estimate = ReturnEstimate(estimates[0], tree.row, self._edges)
         if self._estimate.has_rates:  # somebody will ask for these again
             yield from estimate.make_rates()
-        self._news.expect(known, tree.own, estimates)
+        self._recent.expect(known, tree.own, estimates)
         self._estimate = estimate
         self._share = self._departures.share
         self.version += 1
@@ -263,7 +263,7 @@ class ReuseIndex:
         """The counts of all classes, with open intervals as long as they have been. Changes
         nothing: another rank need not do the same.
         """
-        classes, known, places, _ = self._seen.in_order()
+        classes, known, places, _ = self._classes.in_order()
         waiting, numbers, age_bins = self._open(slice(0, len(self._number)))
         cells = places.take(numbers) * BINS + age_bins
         long, short = (
@@ -296,11 +296,11 @@ class ReuseIndex:
 
     def weight_until(self, reuse_class: int, age: float) -> tuple[float, float]:
         """`weights` for one position."""
-        reuse_class, share = self._known(reuse_class)
+        reuse_class, share = self._resolve_class(reuse_class)
         rate, until = self._estimate.rate_until(reuse_class, self._bin(age))
         return (share * rate, until) if share else (0.0, math.inf)
 
-    def _known(self, reuse_class: int) -> tuple[int, float]:
+    def _resolve_class(self, reuse_class: int) -> tuple[int, float]:
         """A class that has intervals, and the share of its weight that `reuse_class` has."""
         if reuse_class < BEFORE_END:
             return reuse_class, 1.0
@@ -311,7 +311,7 @@ class ReuseIndex:
         return is expected later than the index has watched so far, since it has seen none. During
         the first REBUILD_EVERY requests every position is taken to be resumed.
         """
-        reuse_class, share = self._known(reuse_class)
+        reuse_class, share = self._resolve_class(reuse_class)
         if reuse_class == NEVER_REUSED or not share:
             return 0.0
         if not self.version or self._observed < REBUILD_EVERY:
@@ -336,7 +336,7 @@ class ReuseIndex:
 
     def _bins(self, ages: FloatArray) -> IntArray:
         """`_bin` of each; of many it is the exponent in units, much faster than a search."""
-        if len(ages) < SEARCHED:
+        if len(ages) < LEAST_FOR_EXPONENT:
             found: IntArray = self._cuts.searchsorted(ages, "right")
             return found
         bins: IntArray = np.frexp(np.maximum(ages, 0.0) * self._per_unit)[1]

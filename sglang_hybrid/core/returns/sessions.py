@@ -11,7 +11,7 @@ from typing import Final
 MOST_EXPECTED: Final = 4_096
 """Sessions; of more, the one that is expected last is forgotten."""
 
-LOOKED_AT: Final = 64
+POSITIONS_PER_CALL: Final = 64
 """Positions that one call of `due` looks at; the next call goes on behind them. The size of each is
 found by a walk over its prefix, at every step of the scheduler.
 """
@@ -67,7 +67,7 @@ class ExpectedReturns:
         for looked, (time, position) in enumerate(islice(self._sorted, begin, None)):
             if time - longest > now:
                 return None
-            if looked == LOOKED_AT:
+            if looked == POSITIONS_PER_CALL:
                 self._looked = time, position
                 return None
             needed = size(position)

@@ -84,7 +84,7 @@ class Copies:
         return FASTEST[self.state]
 
 
-def without_up_to(mask: int, tier: Tier) -> int:
+def slower_tiers(mask: int, tier: Tier) -> int:
     """`mask` without `tier` and all that are faster."""
     return mask >> (tier + 1) << (tier + 1)
 
@@ -335,7 +335,7 @@ def seconds_saved(
     copies = copies_of(node)
     written = 0 if demotes_to is None else 1 << demotes_to
     kv_now = _from(copies.kv & counted, tier)
-    kv_left = without_up_to(kv_now, tier) | written if kv else kv_now
+    kv_left = slower_tiers(kv_now, tier) | written if kv else kv_now
     edge, place = (node.tokens, 0), FASTEST[kv_now]
     if not copies.state & counted:
         if not counted_children(node, counted):
@@ -344,7 +344,7 @@ def seconds_saved(
         left, now = [(FASTEST[kv_left], edge)], [(place, edge)]
         return _best(computed, left, cost, speeds) - _best(computed, now, cost, speeds)
     state_now = _from(copies.state & counted, tier)
-    state_left = without_up_to(state_now, tier) | written if state else state_now
+    state_left = slower_tiers(state_now, tier) | written if state else state_now
     computed = speeds.compute(cost.savings(node.depth, node.anchor_depth))
     gap, one_state = (node.depth - node.anchor_depth - node.tokens, 0), (0, 1)
     after = [(place, gap), (FASTEST[kv_left], edge), (FASTEST[state_left], one_state)]

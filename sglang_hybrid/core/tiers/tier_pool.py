@@ -26,10 +26,10 @@ from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.core.victims.pool import Pool, Scarce, VictimComparison
 from sglang_hybrid.core.victims.table import Table
 
-LOOKED_AT: Final = 64
+MOST_COMPARED: Final = 64
 """Victims that a copy is compared with at most."""
 
-FOLLOWED_AT_ONCE: Final = 2_048
+NEW_NODES_PER_CALL: Final = 2_048
 """Nodes of a tree that `next_victims` looks at for the first time in one call."""
 
 
@@ -157,7 +157,7 @@ class TierPool(Pool):
 
     def _follow(self, edges: KvEdges, below: list[Node]) -> None:
         """Put some of the nodes `below`, and of those under them, into `edges`."""
-        for _ in range(FOLLOWED_AT_ONCE):
+        for _ in range(NEW_NODES_PER_CALL):
             if not below:
                 break
             node = below.pop()
@@ -217,9 +217,9 @@ class TierPool(Pool):
 
     def outranks_pushed_out(self, node: Node, needed: int) -> bool:
         """True if a copy of all of `node` is worth more than each of the first victims that
-        together free `needed` bytes. LOOKED_AT victims are compared at most. False if all victims
-        together free less: what would have to be evicted after them is worth more. True where the
-        victims have no score.
+        together free `needed` bytes. MOST_COMPARED victims are compared at most. False if all
+        victims together free less: what would have to be evicted after them is worth more. True
+        where the victims have no score.
         """
         self._describe()
         scored = None
@@ -228,13 +228,13 @@ class TierPool(Pool):
         if scored is None:
             return True
         new, scores, nodes = scored
-        for row in np.argsort(scores, kind="stable")[:LOOKED_AT].tolist():
+        for row in np.argsort(scores, kind="stable")[:MOST_COMPARED].tolist():
             if new <= float(scores[row]):
                 return False
             needed -= self._weigh(nodes[row])[0]
             if needed <= 0:
                 return True
-        return len(nodes) > LOOKED_AT
+        return len(nodes) > MOST_COMPARED
 
     def score_of_copy(self, node: Node) -> float:
         """The score that a copy of all of `node` would have in this tier; 0 where none can be."""

@@ -11,8 +11,8 @@ from sglang_hybrid.core.tiers.places import (
     ALL_TIERS,
     Placement,
     copies_of,
+    slower_tiers,
     was_refused,
-    without_up_to,
 )
 from sglang_hybrid.core.tiers.rates import Speeds, Tier
 from sglang_hybrid.core.tiers.tier_pool import SpeedsInForce, TierPool
@@ -25,12 +25,12 @@ Replayed, a tenth halves the bytes that are written where most requests are cold
 the whole second costs up to 5 percent of the hits (docs/benchmarks.md)."""
 
 
-def refuse(node: Node) -> None:
+def mark_refused(node: Node) -> None:
     """Note that a copy of `node` below the device was not worth its writing."""
     copies_of(node).refused = node.last_used
 
 
-def copy_saves(
+def copy_savings(
     node: Node, tier: Tier, cost: CostModel, speeds: Speeds, counted: int = ALL_TIERS
 ) -> float:
     """Seconds that copies in `tier` of the state of `node` and of the KV on the path to it save a
@@ -41,7 +41,7 @@ def copy_saves(
     anchor = 0
     above = node.parent
     while above is not None and above.parent is not None:
-        if without_up_to(copies_of(above).state & counted, Tier(tier - 1)):
+        if slower_tiers(copies_of(above).state & counted, Tier(tier - 1)):
             anchor = above.depth
             break
         above = above.parent
@@ -119,12 +119,12 @@ class CopyJudge:
         if copies.kv_children[Tier.HOST] and not copies.has_kv(Tier.HOST):
             return True  # what the host has below it would be lost
         resumable = copies.has_state(Tier.DEVICE) or not self._pools.has_states
-        if resumable and self.worth_resuming(node):
+        if resumable and self.is_resume_worth(node):
             return True
-        refuse(node)
+        mark_refused(node)
         return False
 
-    def worth_resuming(self, node: Node) -> bool:
+    def is_resume_worth(self, node: Node) -> bool:
         """True if what is resumed from at `node`, its state or without states its KV, should be
         copied, with what the host lacks of the path to it.
         """
@@ -136,7 +136,7 @@ class CopyJudge:
         if returns is None:
             returns = self._average_returns()
         counted = pools.host_state_pool.counted
-        saves = copy_saves(node, Tier.HOST, pools.cost, speeds, counted)
+        saves = copy_savings(node, Tier.HOST, pools.cost, speeds, counted)
         return write_pays(self._missing(node), saves, returns, Tier.HOST, speeds)
 
     def _is_worth_host_room(self, node: Node) -> bool:
@@ -182,15 +182,15 @@ class AverageReturns:
 
     def __init__(self, totals: Callable[[], tuple[int, int]]) -> None:
         self._totals = totals
-        self._seen = (0, 0)
+        self._counted = (0, 0)
         self._loads = self._kept = 1.0
 
     def now(self) -> float:
         """The average returns of the latest states."""
         loads, kept = self._totals()
-        self._loads += loads - self._seen[0]
-        self._kept += kept - self._seen[1]
-        self._seen = loads, kept
+        self._loads += loads - self._counted[0]
+        self._kept += kept - self._counted[1]
+        self._counted = loads, kept
         while self._kept >= 2 * COPIES_REMEMBERED:
             self._loads /= 2
             self._kept /= 2

@@ -28,7 +28,7 @@ FEWEST_REQUESTS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedRequest:
     """A request that ended. tokens: int32, its prompt of `input_len` tokens and its answer.
 
     arrival: seconds on any clock. room: what running requests left to the cache when it ended, KV
@@ -66,18 +66,18 @@ class Recorder:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        self._records: deque[Finished] = deque()
+        self._records: deque[FinishedRequest] = deque()
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def add(self, record: Finished) -> None:
+    def add(self, record: FinishedRequest) -> None:
         self._records.append(record)
         self.held_bytes += record.held_bytes
         while self.held_bytes > self.max_bytes:
             self.held_bytes -= self._records.popleft().held_bytes
 
-    def latest(self, count: int) -> list[Finished]:
+    def latest(self, count: int) -> list[FinishedRequest]:
         """The last `count` records, or as many as there are, in order of arrival."""
         skipped = max(0, len(self._records) - count)
         records = list(self._records)[skipped:]
@@ -114,7 +114,7 @@ class RequestWindow:
 
 
 def make_window(
-    records: Sequence[Finished],
+    records: Sequence[FinishedRequest],
     counted: int,
     cost: CostModel,
     min_branch_tokens: int,
@@ -134,11 +134,11 @@ def make_window(
         )
         for number, r in enumerate(records)
     ]
-    room = _usual_room([r.room for r in records], has_states=has_states)
+    room = _median_room([r.room for r in records], has_states=has_states)
     return RequestWindow(requests, cost, room, counted, min_branch_tokens, serving, tiers)
 
 
-def _usual_room(rooms: Sequence[Split | int], *, has_states: bool) -> Split | int:
+def _median_room(rooms: Sequence[Split | int], *, has_states: bool) -> Split | int:
     """The median of `rooms` [n > 0], which are all of one kind."""
     pools = [room for room in rooms if isinstance(room, Split)]
     if not pools:

@@ -30,8 +30,8 @@ _IDS: Final = 2**31
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
     """Token ids as runs of consecutive ones: rising, or falling where they are negative. Blocks
-    that a trace names are such runs, and what `Fresh` gives. packed: int32 [2, runs], the first id
-    and the length of each.
+    that a trace names are such runs, and what `FreshTokens` gives. packed: int32 [2, runs], the
+    first id and the length of each.
     """
 
     packed: bytes
@@ -71,7 +71,7 @@ class Request:
         return len(kept.packed) if isinstance(kept, TokenRuns) else kept.nbytes
 
 
-class Fresh:
+class FreshTokens:
     """Negative ids for tokens of which nothing is known: no two of 2**31 in a row are alike."""
 
     def __init__(self) -> None:

@@ -180,7 +180,7 @@ class Pool:
         for table in tables if last_resort else tables[:2]:
             if len(table):
                 return table.lowest(self.policy.scores(table, self.clock))
-        return self._least_wanted()
+        return self._lowest_demand()
 
     def _code_or_evict(self) -> tuple[Node, float]:
         """The cheaper of two: coding the cheapest entry that can be, or evicting one that is coded
@@ -195,7 +195,7 @@ class Pool:
         loses, worth = INEXACT * max(first[1], 0.0), max(other[1], 0.0)
         return first if loses < worth else other
 
-    def _least_wanted(self) -> tuple[Node, float] | None:
+    def _lowest_demand(self) -> tuple[Node, float] | None:
         """The node with the lowest demand above 0; of several, that with the lowest score."""
         table = self._wanted
         if not len(table):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from sglang_hybrid.core.returns.history import Learnt, LearntBefore
+from sglang_hybrid.core.returns.history import LearntHistory, SavedHistory
 from sglang_hybrid.extensions.disk.learnt_file import NO_CLASSES, load, save, unpack
 from sglang_hybrid.extensions.disk.object_file import BadFile
 from sglang_hybrid.serving.tenants import TenantNames
@@ -75,14 +75,14 @@ class Learning:
         self._last_ended = (0, now())  # how many, and when there were not so many yet
         self._last_save = now()
         self._writer: threading.Thread | None = None
-        self._collected = Learnt(NO_CLASSES)
+        self._collected = LearntHistory(NO_CLASSES)
         self._uncollected: Iterator[tuple[str, LearntAnswers]] | None = None
 
     def on_request_end(self) -> None:
         """Count a request that ended."""
         self.ended += 1
 
-    def poll(self) -> list[LearntBefore]:
+    def poll(self) -> list[SavedHistory]:
         """The message with what was learnt before, once, for all ranks; later saves are begun."""
         if not self._read:
             self._read = True
@@ -93,11 +93,11 @@ class Learning:
             self._save_if_due()
         return []
 
-    def handlers(self) -> list[tuple[type, Callable[[LearntBefore], None]]]:
+    def handlers(self) -> list[tuple[type, Callable[[SavedHistory], None]]]:
         """The handlers that the scheduler's dispatcher must know."""
-        return [(LearntBefore, self.restore)]
+        return [(SavedHistory, self.restore)]
 
-    def restore(self, before: LearntBefore) -> None:
+    def restore(self, before: SavedHistory) -> None:
         """Restore what an earlier server learnt; called on every rank, at the same step."""
         learnt, self.counts.unreadable = unpack(before.content)
         if self._history.restore(learnt, TenantNames(before.key).name):
@@ -111,7 +111,7 @@ class Learning:
         store = self._store()
         return store.folder if store is not None and store.in_use else None
 
-    def _restored(self) -> list[LearntBefore]:
+    def _restored(self) -> list[SavedHistory]:
         folder = self._folder()
         if folder is None:
             return []
@@ -132,7 +132,7 @@ class Learning:
                 "s" * (unreadable > 1),
                 folder.learnt,
             )
-        return [] if content is None else [LearntBefore(content, folder.key_for("tenants"))]
+        return [] if content is None else [SavedHistory(content, folder.key_for("tenants"))]
 
     def _save_if_due(self) -> None:
         if self.ended == self._saved_ended:
@@ -151,7 +151,7 @@ class Learning:
             return
         self._last_save, self._saved_ended = self._now(), self.ended
         names = TenantNames(folder.key_for("tenants"))
-        self._collected = Learnt(self._history.index.export())
+        self._collected = LearntHistory(self._history.index.export())
         self._uncollected = self._history.answers.export(names.name)
         self._collect()
 
@@ -173,7 +173,7 @@ class Learning:
             )
             self._writer.start()
 
-    def _write(self, folder: RankFolder, learnt: Learnt) -> None:
+    def _write(self, folder: RankFolder, learnt: LearntHistory) -> None:
         try:
             if not folder.is_held:
                 return

@@ -2,7 +2,7 @@
 
 The file is one object as `object_file.py` writes them: mode 0600, whole or not there, with a
 checksum over the content and the identity of model and settings. The content is msgpack of the
-dataclasses of core/returns (`history.Learnt`), with arrays as their bytes. It has parts: the
+dataclasses of core/returns (`history.LearntHistory`), with arrays as their bytes. It has parts: the
 classes, and the answers of each tenant. A part that cannot be read costs no other part.
 """
 
@@ -19,7 +19,7 @@ from sglang_hybrid.core.returns.answers import INTERVALS, AnswerModel, LearntAns
 from sglang_hybrid.core.returns.feature_weights import FIRST_SQUARES
 from sglang_hybrid.core.returns.hazards import BINS, CLASSES, SHAPE
 from sglang_hybrid.core.returns.hint_record import HintRecord
-from sglang_hybrid.core.returns.history import Learnt
+from sglang_hybrid.core.returns.history import LearntHistory
 from sglang_hybrid.core.returns.intervals import LearntCounts
 from sglang_hybrid.core.returns.reuse import LearntClasses
 from sglang_hybrid.extensions.disk.object_file import BadFile, read_single, write_single
@@ -34,12 +34,12 @@ Content = TypeVar("Content")
 @dataclass(frozen=True)
 class _LearntContent:
     shape: list[int]
-    learnt: Learnt
+    learnt: LearntHistory
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """A `Learnt` whose parts may be anything."""
+    """A `LearntHistory` whose parts may be anything."""
 
     classes: Any = None
     answers: dict[str, Any] = field(default_factory=dict)
@@ -80,12 +80,12 @@ def _array(kind: Any, content: bytes) -> np.ndarray[Any, Any]:
     return np.frombuffer(content, dtype=number)
 
 
-def pack(learnt: Learnt) -> bytes:
+def pack(learnt: LearntHistory) -> bytes:
     """`learnt` as bytes."""
     return encode_arrays(_LearntContent(CLASS_SHAPE, learnt))
 
 
-def unpack(content: bytes) -> tuple[Learnt, int]:
+def unpack(content: bytes) -> tuple[LearntHistory, int]:
     """The content that `pack` was given, as far as it can be read, and the number of parts that
     cannot. Nothing is believed that can be checked. Raises BadFile where nothing can be read.
     """
@@ -104,7 +104,7 @@ def unpack(content: bytes) -> tuple[Learnt, int]:
             unreadable.append(error)
     if len(unreadable) == 1 + len(whole.learnt.answers):
         raise unreadable[0]
-    return Learnt(classes, answers), len(unreadable)
+    return LearntHistory(classes, answers), len(unreadable)
 
 
 def checked_classes(flat: LearntClasses) -> LearntClasses:
@@ -175,7 +175,7 @@ def _check_answers(answers: LearntAnswers) -> None:
     HintRecord().restore(answers.hints)
 
 
-def save(path: Path, identity: str, learnt: Learnt, written: float) -> int:
+def save(path: Path, identity: str, learnt: LearntHistory, written: float) -> int:
     """Write `learnt`; returns the bytes of the file. Raises OSError."""
     return write_single(path, identity, KIND, pack(learnt), written)
 

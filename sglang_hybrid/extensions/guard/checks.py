@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.multimodal.mm_utils import has_valid_data
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.extensions.guard import parameters
 from sglang_hybrid.extensions.guard.patterns import schema_with_escaped_ends, with_escaped_ends
 from sglang_hybrid.extensions.guard.sizes import (
@@ -109,7 +109,7 @@ def normalize(
     for key, value in (getattr(request, "external_trace_header", None) or {}).items():
         if not isinstance(value, str):
             raise ValueError(
-                f"external_trace_header[{shown(key)}] is {shown(value)}; it is a text."
+                f"external_trace_header[{quote(key)}] is {quote(value)}; it is a text."
             )
     try:
         cache_normalizes(request, http)
@@ -141,7 +141,7 @@ def check(
         raise ValueError("the request has input_embeds beside text or input_ids; give one of them.")
     if not ids and not media and not in_session and embeddings is None:
         given = "input_ids" if request.text is None else "text"
-        value = shown(getattr(request, given))
+        value = quote(getattr(request, given))
         raise ValueError(f"{given} is {value}; a prompt must have one token at least.")
     if not media:  # a processor has put ids of its own there
         context = manager.context_len
@@ -159,7 +159,7 @@ def check(
         number = getattr(request, name, None)
         if number is not None:
             if type(number) is not int:
-                raise ValueError(f"{name} is {shown(number)}; it must be an int.")
+                raise ValueError(f"{name} is {quote(number)}; it must be an int.")
             fields.within(name, number, least, most)
     if in_session and embeddings is not None:
         raise ValueError("a request of a session has token ids; leave input_embeds out.")
@@ -184,7 +184,7 @@ def from_json(kind: type, fields_of_it: dict[str, Any]) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{place} is {shown(first['input'])}: {first['msg']}.") from None
+        raise ValueError(f"{place} is {quote(first['input'])}: {first['msg']}.") from None
 
 
 def check_tokens(manager: TokenizerManager, tokens: Sequence[Any]) -> None:
@@ -246,7 +246,7 @@ def _media(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Request 
     """Refuse what would end in processors of images with an error of the server's."""
     for at, one in enumerate(_listed(getattr(request, "mm_hashes", None))):
         if not isinstance(one, str) or not _HASH.fullmatch(one):
-            raise ValueError(f"mm_hashes[{at}] is {shown(one)}; it must be 1 to 16 hex digits.")
+            raise ValueError(f"mm_hashes[{at}] is {quote(one)}; it must be 1 to 16 hex digits.")
     if not request.contains_mm_input():
         return
     if request.input_ids is not None:
@@ -258,7 +258,7 @@ def _media(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Request 
             form = one.get("format") if isinstance(one, dict) else None
             if isinstance(form, str) and form.lower() in PROCESSED:
                 raise ValueError(
-                    f"{name} has the format {shown(form)}, which takes tensors and so an "
+                    f"{name} has the format {quote(form)}, which takes tensors and so an "
                     "sglang.Engine; send what it was made of."
                 )
             _local_file(name, getattr(one, "url", one))
@@ -285,7 +285,7 @@ def _local_file(name: str, medium: Any) -> None:
         return
     if not (os.path.isfile(path) and os.access(path, os.R_OK)):
         raise ValueError(
-            f"{name} is {shown(medium)}, which is read as the path of a file of the server, and it "
+            f"{name} is {quote(medium)}, which is read as the path of a file of the server, and it "
             "has none there; send the bytes as a data: URL."
         )
 
@@ -322,12 +322,12 @@ def _samples(params: object) -> int:
         if one is None:
             continue
         if not isinstance(one, dict):
-            raise ValueError(f"sampling_params is {shown(one)}; it must be an object.")
+            raise ValueError(f"sampling_params is {quote(one)}; it must be an object.")
         count = one.get("n", 1)
         if count is None:
             one["n"] = 1  # as in SamplingParams
         elif type(count) is not int:
-            raise ValueError(f"sampling_params.n is {shown(count)}; it must be an int.")
+            raise ValueError(f"sampling_params.n is {quote(count)}; it must be an int.")
         else:
             fields.within("sampling_params.n", count, *parameters.RANGES["n"])
             most = max(most, count)
@@ -339,7 +339,7 @@ def _check_logprobs(manager: TokenizerManager, request: GenerateReqInput, prompt
     start, top = request.logprob_start_len, request.top_logprobs_num
     for name, value in (("logprob_start_len", start), ("top_logprobs_num", top)):
         if type(value) is not int:
-            raise ValueError(f"{name} is {shown(value)}; it must be an int.")
+            raise ValueError(f"{name} is {quote(value)}; it must be an int.")
     longest = max(0, manager.context_len - prompt)
     asked = request.sampling_params.get("max_new_tokens")
     answer = longest if asked is None else min(longest, asked)
@@ -352,7 +352,7 @@ def _check_logprobs(manager: TokenizerManager, request: GenerateReqInput, prompt
         start = -1
     chosen, vocabulary = request.token_ids_logprob or [], manager.model_config.vocab_size
     if not isinstance(chosen, list):
-        raise ValueError(f"token_ids_logprob is {shown(chosen)}; it must be a list.")
+        raise ValueError(f"token_ids_logprob is {quote(chosen)}; it must be a list.")
     fields.token_ids("token_ids_logprob", chosen, vocabulary)
     parameters.logprobs(start, top, len(chosen), prompt, answer, vocabulary, manager.context_len)
 

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.serving.requests.errors import Refused
 
 DUMPS = ("dump_requests_folder", "crash_dump_folder")
@@ -29,14 +29,14 @@ def check_folders(request: Any, admin_key: str | None) -> None:
         folder = getattr(request, name, None)
         if folder:
             raise Refused(
-                f"{name} is {shown(folder)}; requests name no folder on a server without "
+                f"{name} is {quote(folder)}; requests name no folder on a server without "
                 "--admin-api-key.",
                 HTTPStatus.FORBIDDEN,
             )
     folder = getattr(request, "output_dir", None)
     if folder and not _within(folder, profiles := profile_folder()):
         raise Refused(
-            f"output_dir is {shown(folder)}; on a server without --admin-api-key it must be "
+            f"output_dir is {quote(folder)}; on a server without --admin-api-key it must be "
             f"in {profiles} ({PROFILES}).",
             HTTPStatus.FORBIDDEN,
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.extensions.guard.patterns import VALUES, check_patterns
 from sglang_hybrid.serving.requests.bodies import json_shape
 from sglang_hybrid.serving.requests.fields import INT32, INT64, is_int64, token_ids, within
@@ -137,12 +137,12 @@ def sampling_params(
         if name in RANGES and value is not None:
             within(f"sampling_params.{name}", value, *RANGES[name])
         elif type(value) is int and not -INT64 <= value < INT64:
-            raise ValueError(f"sampling_params.{name} is {shown(value)}; it must fit in 64 bits.")
+            raise ValueError(f"sampling_params.{name} is {quote(value)}; it must fit in 64 bits.")
     token_ids("sampling_params.stop_token_ids", [*(params.get("stop_token_ids") or ())], vocabulary)
     for token, bias in (params.get("logit_bias") or {}).items():
         if not _is_token(token, vocabulary):
             raise ValueError(
-                f"sampling_params.logit_bias has the key {shown(token)}; its keys are token ids "
+                f"sampling_params.logit_bias has the key {quote(token)}; its keys are token ids "
                 f"from 0 to {vocabulary - 1}."
             )
         if not abs(bias) <= LARGEST_BIAS:
@@ -217,7 +217,7 @@ def _grammar_in_json(field: str, text: str) -> None:
                 words += len(each)
             elif name in WRITTEN and not each.isprintable():
                 raise ValueError(
-                    f"sampling_params.{field} has {name} {shown(each)}; leave out what cannot be "
+                    f"sampling_params.{field} has {name} {quote(each)}; leave out what cannot be "
                     "printed."
                 )
     _at_most(field, len(text) - words, LONGEST_GRAMMAR, "characters beside its descriptions")
@@ -241,7 +241,7 @@ def positions(field: str, given: Sequence[int], prompt: int) -> None:
         before = given[at - 1] if at else -1
         if not is_int64(position) or not before < position < prompt:
             raise ValueError(
-                f"{field}[{at}] is {shown(position)}; positions must rise and be from 0 to "
+                f"{field}[{at}] is {quote(position)}; positions must rise and be from 0 to "
                 f"{prompt - 1}."
             )
 
@@ -255,7 +255,7 @@ def of_types(error: msgspec.ValidationError, where: str, value: Any = None) -> s
     name = re.match(r"\.(\w+)", path)
     shows = ""
     if name is not None and isinstance(value, Mapping) and name[1] in value:
-        shows = f" is {shown(value[name[1]])}; it"
+        shows = f" is {quote(value[name[1]])}; it"
     wanted = found["wanted"].replace(" | ", " or ")
     return f"{where}{path}{shows} must be {wanted}, not {found['got']}."
 

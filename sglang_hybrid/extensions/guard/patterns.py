@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import re2
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 
 MOST_BYTES: Final = 2 << 20
 KEPT: Final = 512
@@ -65,7 +65,7 @@ def _instructions(field: str, pattern: str) -> int:
         why = error.args[0] if error.args else error
         told = why.decode(errors="replace") if isinstance(why, bytes) else error
         raise ValueError(
-            f"{field} is {shown(pattern)}, which is no regular expression of both Python and RE2: "
+            f"{field} is {quote(pattern)}, which is no regular expression of both Python and RE2: "
             f"{told}."
         ) from None
 

@@ -23,7 +23,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.extensions.guard.folders import profile_folder
 from sglang_hybrid.extensions.guard.parameters import LONGEST_NAME
 from sglang_hybrid.serving.requests import fields
@@ -108,15 +108,15 @@ def profile(scheduler: Scheduler, request: ProfileReq) -> None:
     for name in ("profile_id", "profile_prefix"):
         text = getattr(request, name) or ""
         if "/" in text or "\0" in text or len(text) > LONGEST_NAME:
-            raise Refused(f"{name} is {shown(text)}; it becomes part of a file's name.")
+            raise Refused(f"{name} is {quote(text)}; it becomes part of a file's name.")
     directory = request.output_dir or profile_folder()
     try:
         path = Path(directory).expanduser()
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise Refused(f"output_dir is {shown(directory)}: {error}.") from None
+        raise Refused(f"output_dir is {quote(directory)}: {error}.") from None
     if not os.access(path, os.W_OK):
-        raise Refused(f"output_dir is {shown(directory)}, which cannot be written.")
+        raise Refused(f"output_dir is {quote(directory)}, which cannot be written.")
 
 
 def embeddings(
@@ -143,7 +143,7 @@ def send_weights(scheduler: Scheduler, request: SendWeightsToRemoteInstanceReqIn
     group = f"{request.group_name}_{ports[exporter.tp_rank]}_{exporter.tp_rank}"
     if group not in exporter._weights_send_group:
         raise Refused(
-            f"there is no group {shown(request.group_name)} with the ports {shown(request.ports)}; "
+            f"there is no group {quote(request.group_name)} with the ports {quote(request.ports)}; "
             "call /init_weights_send_group_for_remote_instance first."
         )
 
@@ -165,13 +165,13 @@ def _tags(given: list[str] | None) -> list[str]:
     for tag in tags:
         _one_of("tags", tag, GPU_MEMORY_ALL_TYPES)
         if tags.count(tag) > 1:
-            raise Refused(f"tags has {shown(tag)} more than once.")
+            raise Refused(f"tags has {quote(tag)} more than once.")
     return tags
 
 
 def _one_of(field: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise Refused(f"{field} has {shown(value)}; known are {_list(known)}.")
+        raise Refused(f"{field} has {quote(value)}; known are {_list(known)}.")
 
 
 def _within(field: str, value: float, least: float, most: float) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.serving.requests import fields
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _row(field: str, row: Any, width: int) -> torch.Tensor:
         values = None
     if values is None or values.shape not in ((width,), (1, width)):
         what = (
-            f"has {row.numel():,} values" if isinstance(row, torch.Tensor) else f"is {shown(row)}"
+            f"has {row.numel():,} values" if isinstance(row, torch.Tensor) else f"is {quote(row)}"
         )
         raise ValueError(
             f"{field} {what}; an embedding of this model is a list of {width:,} numbers."

@@ -6,7 +6,7 @@ from typing import Any, Final, TypeVar
 import orjson
 from pydantic import BaseModel
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.serving.requests.errors import mistakes_are_value_errors
 
 __all__ = ["is_repeated", "mistakes_are_value_errors", "mistakes_of_types"]
@@ -49,7 +49,7 @@ def mistakes_of_types(errors: Iterable[Mapping[str, Any]]) -> str:
         said = expected.setdefault(field, [])
         words = error["msg"].partition(", unable to")[0].removeprefix("Value error, ").rstrip(".")
         if words.startswith(EXPECTED):
-            values[field] = shown(error.get("input"))
+            values[field] = quote(error.get("input"))
             words = words.removeprefix(EXPECTED)
         if words not in said:
             said.append(words)

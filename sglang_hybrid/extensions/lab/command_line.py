@@ -12,9 +12,9 @@ from rich.console import Console
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.named_files import read_json
-from sglang_hybrid.core.options import MOST_PROCESSES, MOST_SECONDS, number, port, read_by, whole
+from sglang_hybrid.core.options import MOST_PROCESSES, MOST_SECONDS, integer, number, port, read_by
 from sglang_hybrid.core.programs import Parser, UsageError
-from sglang_hybrid.core.sentences import plain, shown
+from sglang_hybrid.core.sentences import escape, quote
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.specs import Spec
 from sglang_hybrid.core.traffic.requests import Request
@@ -117,17 +117,17 @@ def parser() -> argparse.ArgumentParser:
     add = command.add_argument_group("traffic").add_argument
     add("trace", nargs="?", type=Path, help="a trace, gzip or not; the format is recognised")
     add("--format", metavar="NAME", choices=FORMATS, help=", ".join(FORMATS))
-    add("--limit", type=whole(1), help="only the N requests that arrive first")
-    add("--max-input", type=whole(1), help="leave out Mooncake's longer prompts")
+    add("--limit", type=integer(1), help="only the N requests that arrive first")
+    add("--max-input", type=integer(1), help="leave out Mooncake's longer prompts")
     add("--stitch", action="store_true", help="fill Mooncake's answers in from later prompts")
     add("--skip-bad", action="store_true", help="count bad lines and go on")
     add("--tokenizer", metavar="DIR", help="a model's directory, for conversations of text")
     add("--generate", metavar="KIND", choices=KINDS, help=", ".join(KINDS))
-    seed = whole(0, MOST_SEED)
+    seed = integer(0, MOST_SEED)
     add("--seed", type=seed, default=0, help="of generated traffic and of arrivals")
-    add("--sessions", type=whole(1, MOST_SESSIONS))
+    add("--sessions", type=integer(1, MOST_SESSIONS))
     add("--session-rate", type=number(1e-6, 1e6), help="sessions a second")
-    templates = whole(0, MOST_SESSIONS)
+    templates = integer(0, MOST_SESSIONS)
     add("--templates", type=templates, help="different shared beginnings, 0: each session its own")
     for name in ("shared", "turns", "question", "answer", "think"):
         about = "seconds" if name == "think" else "requests" if name == "turns" else "tokens"
@@ -166,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", type=Path, metavar="PATH", help="a config.json, or the directory it is in")
     add("--profile", choices=PROFILES, help="a cost profile instead of a model's (paper-7b)")
     add("--policy", type=read_by(specs), help=f"{', '.join([*SYSTEMS, *BEST_OF])}")
-    add("--min-branch-tokens", type=whole(0), default=MIN_BRANCH_TOKENS)
+    add("--min-branch-tokens", type=integer(0), default=MIN_BRANCH_TOKENS)
     add(
         "--rules",
         choices=["paper", "served"],
@@ -175,7 +175,7 @@ def parser() -> argparse.ArgumentParser:
         "plans and hits, with room for running requests, in two pools, into which --cache is split "
         "as the server splits its memory; `sglang` splits as SGLang does (%(default)s)",
     )
-    add("--chunk", type=whole(1), help="served: prompt tokens per forward (8192)")
+    add("--chunk", type=integer(1), help="served: prompt tokens per forward (8192)")
     codecs = [codec.value for codec in NUMBER_BYTES]
     add(
         "--device-codec",
@@ -183,8 +183,8 @@ def parser() -> argparse.ArgumentParser:
         help="served: our policies once more, with what they would evict kept coded on the device "
         "(%(choices)s)",
     )
-    add("--grid", type=whole(1), help="served: tokens between SGLang's own states (64)")
-    replicas = whole(1, MOST_REPLICAS)
+    add("--grid", type=integer(1), help="served: tokens between SGLang's own states (64)")
+    replicas = integer(1, MOST_REPLICAS)
     add("--replicas", type=replicas, default=1, metavar="N", help="servers, each with such a cache")
     add(
         "--routing",
@@ -211,7 +211,7 @@ def parser() -> argparse.ArgumentParser:
     add = command.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="write the summary; - for stdout")
     add("--report", type=Path, metavar="DIR", help="write a page with plots")
-    add("--workers", type=whole(1, MOST_PROCESSES), default=1, help="processes")
+    add("--workers", type=integer(1, MOST_PROCESSES), default=1, help="processes")
     add = command.add_argument_group("live traffic").add_argument
     add(
         "--follow",
@@ -232,7 +232,7 @@ def name_of(options: argparse.Namespace) -> str:
     """A name for what is replayed. Raises UsageError."""
     if (options.trace is None) == (options.generate is None):
         raise UsageError("give a trace or --generate KIND, one of them")
-    return plain(options.generate or options.trace.name.split(".")[0])
+    return escape(options.generate or options.trace.name.split(".")[0])
 
 
 def given(options: argparse.Namespace) -> set[str]:
@@ -449,14 +449,14 @@ def _pools(text: str) -> list[Split] | str:
     """Pools from a list, or the word for one memory."""
     if text == ONE_MEMORY:
         return text
-    count = whole(1, MOST_POOL), whole(0, MOST_POOL)
+    count = integer(1, MOST_POOL), integer(0, MOST_POOL)
     pools = []
     for pool in text.split(","):
         parts = pool.split(":")
         try:
             tokens, slots = (read(part) for read, part in zip(count, parts, strict=True))
         except (ValueError, argparse.ArgumentTypeError):
-            raise ValueError(f"pools are written as TOKENS:SLOTS, not {shown(pool)}") from None
+            raise ValueError(f"pools are written as TOKENS:SLOTS, not {quote(pool)}") from None
         pools.append(Split(tokens, slots))
     return pools
 
@@ -465,7 +465,7 @@ def _routers(text: str) -> list[str]:
     routings = text.split(",")
     for routing in routings:
         if routing not in ROUTERS:
-            raise ValueError(f"unknown routing {shown(routing)}; known are {', '.join(ROUTERS)}")
+            raise ValueError(f"unknown routing {quote(routing)}; known are {', '.join(ROUTERS)}")
     return routings
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import requests
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.extensions.lab.simulation.prefill_time import PrefillTime
 from sglang_hybrid.serving.answers import read_answer
 
@@ -133,5 +133,5 @@ class Server:
                 return msgspec.convert(answer, schema)
         except msgspec.ValidationError as error:
             raise ValueError(f"{self.url}{path} is no server of SGLang's ({error})") from error
-        why = "" if answer is None else f": {shown(answer)}"
+        why = "" if answer is None else f": {quote(answer)}"
         raise ValueError(f"{self.url}{path} answered {response.status_code}{why}")

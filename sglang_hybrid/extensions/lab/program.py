@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_hybrid.core.programs import program
-from sglang_hybrid.core.sentences import plain
+from sglang_hybrid.core.sentences import escape
 from sglang_hybrid.extensions.lab.command_line import (
     demand_effects,
     demand_read,
@@ -60,9 +60,9 @@ def _main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.record is not None:
         write_trace(options.record, requests, options.to)
         written = f"{len(requests):,} requests written to {options.record} ({options.to})"
-        console.print(plain(written), soft_wrap=True)
+        console.print(escape(written), soft_wrap=True)
         return 0
-    command = plain(shlex.join(["python", "-m", "sglang_hybrid.replay", *arguments]))
+    command = escape(shlex.join(["python", "-m", "sglang_hybrid.replay", *arguments]))
     results = _results(options, Runner({name: requests}), jobs, command, console)
     show_results(results, requests, console)
     if options.json is not None:

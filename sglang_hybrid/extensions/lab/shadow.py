@@ -25,7 +25,7 @@ from rich.console import Console
 
 from sglang_hybrid.core.named_files import decode_as, open_named
 from sglang_hybrid.core.programs import UsageError
-from sglang_hybrid.core.sentences import plain
+from sglang_hybrid.core.sentences import escape
 from sglang_hybrid.extensions.lab.simulation.system_names import (
     BEST_OF,
     ORACLES,
@@ -176,7 +176,7 @@ def _line(day: date, shadows: Sequence[Shadow]) -> str:
     if shadows[-1].today[0]:
         followed.append(served)
     tokens = max(shadow.today[0] for shadow in shadows)
-    return plain(f"{day}: {tokens:,} prompt tokens, hit: {', '.join(followed)}")
+    return escape(f"{day}: {tokens:,} prompt tokens, hit: {', '.join(followed)}")
 
 
 def _arrivals(path: Path, going_on: Callable[[], bool]) -> Iterator[Arrival]:

@@ -18,9 +18,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hybrid.core.options import host, port, server_url, whole
+from sglang_hybrid.core.options import host, integer, port, server_url
 from sglang_hybrid.core.programs import FAILED, Parser, program
-from sglang_hybrid.core.sentences import plain, say
+from sglang_hybrid.core.sentences import escape, print_line
 from sglang_hybrid.extensions.router import Replicas
 from sglang_hybrid.serving.requests.secrets import read_key
 
@@ -37,10 +37,10 @@ def table(replicas: Replicas) -> Table:
         step = "yes" if follower.is_in_step else follower.error or "reads"
         numbers = [held.nodes, held.tokens, *held.positions, load.waiting]
         share = f"{load.right:,} of {load.right + load.wrong:,}"
-        row = [name, plain(step), *(f"{number:,}" for number in numbers), share]
+        row = [name, escape(step), *(f"{number:,}" for number in numbers), share]
         found.add_row(*map(Text, row))  # no markup
     for name, error in sorted(replicas.errors.items()):
-        found.add_row(Text(name), Text(plain(error)))
+        found.add_row(Text(name), Text(escape(error)))
     return found
 
 
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
         add("--port", type=port, default=usual, help=f"to listen on ({usual})")
         add("--metrics-port", type=port, help="of /metrics for Prometheus (none)")
     made["serve"].description = "All other flags are those of each server (launch_server)."
-    made["serve"].add_argument("--n", type=whole(1, MOST_SERVERS), default=2, help="servers (2)")
+    made["serve"].add_argument("--n", type=integer(1, MOST_SERVERS), default=2, help="servers (2)")
     for name, command in made.items():
         names = ["--admin-api-key"] if name == "serve" else ["--admin-api-key", "--admin-key"]
         command.add_argument(*names, help="of each server; @FILE reads it from a file")
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"{error}: install the extra 'router' (pyproject.toml)") from None
         except RuntimeError as error:  # gRPC's, where it cannot listen; ServerFailed, with a log
             for line in f"error: {error}".splitlines():
-                say(line, sys.stderr)
+                print_line(line, sys.stderr)
             return FAILED
     return 0
 

@@ -17,12 +17,12 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.core.returns.hints import EXACT
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.serving.names import check_name
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.requests.cache_fields import CacheFields, server_part
 from sglang_hybrid.serving.requests.ids import own_ids, refuse_health_check
-from sglang_hybrid.serving.routes import asked_route
+from sglang_hybrid.serving.routes import current_route
 from sglang_hybrid.serving.stored_keys import check_key
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Requ
         value = getattr(request, name)
         for one in [value] if request.is_single else value:
             if isinstance(one, list):
-                raise ValueError(f"{name} is {shown(one)}; a request of one prompt has one.")
+                raise ValueError(f"{name} is {quote(one)}; a request of one prompt has one.")
     own_ids(request, http)
     if not request.is_single:
         for item in range(len(request.rid)):
@@ -138,7 +138,7 @@ def check(
         said = said.joined(part.hints)
         if part.place is not None:
             said = said.joined(part.place(ids))
-        part.fields = CacheFields(said, part.imported, asked_route())
+        part.fields = CacheFields(said, part.imported, current_route())
         if said.exact and (request.session_params or {}).get("id"):
             raise ValueError(
                 f"a request of a session asks for {EXACT}; its session's KV may come from "
@@ -169,7 +169,7 @@ def _reject_server_fields(
         value = getattr(request, name, None)
         if value is not None and value is not defaults[name]:
             raise ValueError(
-                f"{name} is {shown(value)}; the server sets it itself, so leave it out."
+                f"{name} is {quote(value)}; the server sets it itself, so leave it out."
             )
     params = request.sampling_params
     for one in params if isinstance(params, list) else [params]:
@@ -187,7 +187,7 @@ def _reject_private_params(said: object) -> None:
     for key in params if isinstance(params, dict) else ():
         if isinstance(key, str) and key.startswith(PRIVATE):
             raise ValueError(
-                f"custom_params has the key {shown(key)}; keys that begin with {PRIVATE} are the "
+                f"custom_params has the key {quote(key)}; keys that begin with {PRIVATE} are the "
                 "server's own."
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 
 INT64 = 1 << 63
 INT32 = 1 << 31
@@ -21,7 +21,7 @@ def within(field: str, value: float, least: float, most: float) -> None:
     """Check that `value` is a number from `least` to `most`."""
     if not least <= value <= most:
         raise ValueError(
-            f"{field} is {shown(value)}; it must be from {_number(least)} to {_number(most)}."
+            f"{field} is {quote(value)}; it must be from {_number(least)} to {_number(most)}."
         )
 
 
@@ -40,7 +40,7 @@ def token_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
             return
         at = int(bad.argmax())
     raise ValueError(
-        f"{field}[{at}] is {shown(ids[at])}; a token id of this model is a whole number from 0 to "
+        f"{field}[{at}] is {quote(ids[at])}; a token id of this model is a whole number from 0 to "
         f"{vocabulary - 1}."
     )
 

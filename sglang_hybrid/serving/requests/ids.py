@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from starlette.requests import HTTPConnection
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.serving.names import check_name
 from sglang_hybrid.serving.tenants import FIELDS, Tenant, tenant, tenant_names
 
@@ -80,7 +80,7 @@ def refuse_health_check(rid: object) -> None:
     for one in rid if isinstance(rid, list) else [rid]:
         if isinstance(one, str) and one.startswith(HEALTH_CHECK_RID_PREFIX):
             raise ValueError(
-                f"rid is {shown(one)}; names that begin with {HEALTH_CHECK_RID_PREFIX} are "
+                f"rid is {quote(one)}; names that begin with {HEALTH_CHECK_RID_PREFIX} are "
                 "the server's own."
             )
 

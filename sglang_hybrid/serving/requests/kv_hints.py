@@ -26,7 +26,7 @@ from sglang_hybrid.core.returns.hints import (
     Hint,
     PromptHints,
 )
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.serving.headers import value
 from sglang_hybrid.serving.requests.payloads import (
     check_fields,
@@ -89,9 +89,9 @@ def read(envelope: KvHintsEnvelope | None, prompt_len: float = math.inf) -> Prom
             priority = read_priority(f"priority of {kind}", payload.get("priority", "normal"))
             pins.update((at, PinRequest(at, ttl, priority)) for at in positions)
     by_position = tuple(pins[at] for at in sorted(pins))
-    said = PromptHints(tuple(sorted(checkpoints)), by_position, session, exact)
-    said.check_count()
-    return said
+    hints = PromptHints(tuple(sorted(checkpoints)), by_position, session, exact)
+    hints.check_count()
+    return hints
 
 
 def _check_kind(action: Any) -> None:
@@ -99,7 +99,7 @@ def _check_kind(action: Any) -> None:
     kind = action.action_type
     if kind not in KNOWN:
         raise ValueError(
-            f"kv_hints has the action {shown(kind)}; of those that begin with {PREFIX} this server "
+            f"kv_hints has the action {quote(kind)}; of those that begin with {PREFIX} this server "
             f"knows {', '.join(KNOWN)}."
         )
     _check_version(kind, action.action_version)
@@ -112,19 +112,19 @@ def _check_kind(action: Any) -> None:
 def _check_version(kind: str, version: Any) -> None:
     if version != VERSION:
         raise ValueError(
-            f"kv_hints has version {shown(version)} of {kind}; this server knows version "
+            f"kv_hints has version {quote(version)} of {kind}; this server knows version "
             f"{VERSION!r}."
         )
 
 
-def write(said: PromptHints, kv_hints: Any = None) -> Any:
-    """The `kv_hints` of a client's request, as JSON: what `said` says, behind what they say
+def write(hints: PromptHints, kv_hints: Any = None) -> Any:
+    """The `kv_hints` of a client's request, as JSON: what `hints` say, behind what they say
     already.
 
     kv_hints: as the request came: an envelope, None, or a list with one for each prompt of a batch.
     What is no envelope stays, for SGLang to refuse.
     """
-    return _joined(kv_hints, _actions(said))
+    return _joined(kv_hints, _actions(hints))
 
 
 def _joined(kv_hints: Any, actions: Sequence[Any]) -> Any:
@@ -138,19 +138,19 @@ def _joined(kv_hints: Any, actions: Sequence[Any]) -> Any:
     return {**head, "actions": [*envelope.get("actions", []), *actions]}
 
 
-def _actions(said: PromptHints) -> list[dict[str, Any]]:
+def _actions(hints: PromptHints) -> list[dict[str, Any]]:
     together: dict[tuple[float, Priority], list[int]] = {}
-    for pin in said.pins:
+    for pin in hints.pins:
         together.setdefault((pin.ttl, pin.priority), []).append(pin.position)
     payloads: list[tuple[str, dict[str, Any]]] = [
         (PIN, {"positions": sorted(pinned), "ttl": ttl, "priority": priority.value})
         for (ttl, priority), pinned in together.items()
     ]
-    if said.checkpoints:
-        payloads.append((CHECKPOINT, {"positions": sorted(said.checkpoints)}))
-    if said.session is not None:
-        payloads.append((SESSION, said.session.payload()))
-    if said.exact:
+    if hints.checkpoints:
+        payloads.append((CHECKPOINT, {"positions": sorted(hints.checkpoints)}))
+    if hints.session is not None:
+        payloads.append((SESSION, hints.session.payload()))
+    if hints.exact:
         payloads.append((EXACT, {}))
     return [
         {
@@ -182,12 +182,12 @@ def with_headers(kv_hints: Any, headers: Mapping[str, str]) -> Any:
             kv_hints = write(PromptHints(session=Hint.parse(session)), kv_hints)
         except ValueError as error:
             raise ValueError(
-                f"the header X-Hybrid-{SESSION_HEADER} is {shown(session)}; {error}."
+                f"the header X-Hybrid-{SESSION_HEADER} is {quote(session)}; {error}."
             ) from None
     if exact is not None:
         if exact != "true":
             raise ValueError(
-                f"the header X-Hybrid-{EXACT_HEADER} is {shown(exact)}; it may be 'true'."
+                f"the header X-Hybrid-{EXACT_HEADER} is {quote(exact)}; it may be 'true'."
             )
         kv_hints = write(PromptHints(exact=True), kv_hints)
     return kv_hints
@@ -221,6 +221,6 @@ def take(kv_hints: Any, kind: str) -> tuple[Mapping[str, Any] | None, Any]:
     _check_version(kind, found[0].get("action_version"))
     payload = found[0].get("payload", {})
     if not isinstance(payload, dict):
-        raise ValueError(f"the payload of {kind} is {shown(payload)}; it must be an object.")
+        raise ValueError(f"the payload of {kind} is {quote(payload)}; it must be an object.")
     rest = [one for one in actions if one is not found[0]]
     return payload, {**envelope, "actions": rest} if rest else None

@@ -21,7 +21,7 @@ from sglang_hybrid.core.returns.hints import (
     Hint,
     Next,
 )
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     CHECKPOINT: ("positions",),
@@ -48,13 +48,13 @@ def read_session(payload: Mapping[str, Any]) -> Hint:
     follows, seconds = payload.get("next"), payload.get("seconds")
     if not isinstance(follows, str) or follows not in UNTIMED:
         raise ValueError(
-            f"the payload of {SESSION} says {shown(follows)} of the session; say 'end' or 'return'."
+            f"the payload of {SESSION} says {quote(follows)} of the session; say 'end' or 'return'."
         )
     if seconds is None:
         return UNTIMED[follows]
     if follows == Next.ENDS.value or type(seconds) not in (int, float):
         raise ValueError(
-            f"seconds in the payload of {SESSION} is {shown(seconds)}; it is a number, and "
+            f"seconds in the payload of {SESSION} is {quote(seconds)}; it is a number, and "
             "only for a session that returns."
         )
     try:
@@ -69,7 +69,7 @@ def check_fields(kind: str, payload: Mapping[str, Any]) -> None:
     unknown = payload.keys() - {*fields}
     if unknown:
         raise ValueError(
-            f"the payload of {kind} has the field {shown(min(unknown))}; "
+            f"the payload of {kind} has the field {quote(min(unknown))}; "
             f"{'it has only ' + ', '.join(fields) if fields else 'it has none'}."
         )
 
@@ -81,13 +81,13 @@ def read_positions(kind: str, payload: Mapping[str, Any], prompt_len: float) -> 
     positions = payload.get("positions")
     if not isinstance(positions, list) or not positions:
         raise ValueError(
-            f"positions of {kind} is {shown(positions)}; it must be a list of one position "
+            f"positions of {kind} is {quote(positions)}; it must be a list of one position "
             "at least."
         )
     for at, position in enumerate(positions):
         if type(position) is not int or not 0 < position < prompt_len:
             raise ValueError(
-                f"positions[{at}] of {kind} is {shown(position)}; in a prompt of "
+                f"positions[{at}] of {kind} is {quote(position)}; in a prompt of "
                 f"{prompt_len:,} tokens a position is a whole number from 1 to {prompt_len - 1:,}."
             )
     return positions
@@ -97,7 +97,7 @@ def read_lifetime(where: str, ttl: Any) -> float:
     """The seconds of a pin; `where` names the field. Raises ValueError."""
     if type(ttl) not in (int, float) or not 0 < ttl <= MOST_LIFETIME:
         raise ValueError(
-            f"{where} is {shown(ttl)}; it is a number of seconds, above 0 and at most "
+            f"{where} is {quote(ttl)}; it is a number of seconds, above 0 and at most "
             f"{MOST_LIFETIME:,}."
         )
     return float(ttl)
@@ -107,7 +107,7 @@ def read_priority(where: str, priority: Any) -> Priority:
     """The priority of a pin; `where` names the field. Raises ValueError."""
     known = [each.value for each in Priority]
     if priority not in known:
-        raise ValueError(f"{where} is {shown(priority)}; it may be {', '.join(map(repr, known))}.")
+        raise ValueError(f"{where} is {quote(priority)}; it may be {', '.join(map(repr, known))}.")
     return Priority(priority)
 
 
@@ -119,7 +119,7 @@ def read_rate(payload: Mapping[str, Any]) -> float | None:
     rate = payload.get("tokens_per_second")
     if rate is not None and (type(rate) not in (int, float) or not 0 < rate <= MOST_RATE):
         raise ValueError(
-            f"tokens_per_second of {PREWARM} is {shown(rate)}; it is a number above 0 and at most "
+            f"tokens_per_second of {PREWARM} is {quote(rate)}; it is a number above 0 and at most "
             f"{MOST_RATE:,}, or null."
         )
     return rate

@@ -42,12 +42,12 @@ def read_key(given: str | None) -> str | None:
     return key
 
 
-def without_keys(told: Any) -> Any:
+def with_hidden_keys(arguments: Any) -> Any:
     """A dictionary of arguments with `HIDDEN` in place of keys; anything else as it is."""
-    if not isinstance(told, dict):
-        return told
-    hidden = {name: HIDDEN for name in SECRETS if told.get(name)}
-    return told | hidden if hidden else told
+    if not isinstance(arguments, dict):
+        return arguments
+    hidden = {name: HIDDEN for name in SECRETS if arguments.get(name)}
+    return arguments | hidden if hidden else arguments
 
 
 def words_without_keys(command: Iterable[str]) -> list[str]:

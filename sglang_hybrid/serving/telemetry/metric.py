@@ -42,7 +42,7 @@ class Metrics:
         self._metrics = list(metrics)
         self._labels = labels
         self._registered: dict[str, Any] = {}
-        self._shown: dict[tuple[str, Labels], float] = {}
+        self._exported: dict[tuple[str, Labels], float] = {}
         self.update()
 
     def update(self) -> None:
@@ -58,10 +58,10 @@ class Metrics:
                 self._set(metric, labels, value)
 
     def _set(self, metric: Metric, labels: Labels, value: float) -> None:
-        before = self._shown.get((metric.name, labels))
+        before = self._exported.get((metric.name, labels))
         if value == before:
             return
-        self._shown[metric.name, labels] = value
+        self._exported[metric.name, labels] = value
         one = self._registered[metric.name]
         values = (*self._labels.values(), *((labels,) if isinstance(labels, str) else labels))
         if values:

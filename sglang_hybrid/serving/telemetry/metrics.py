@@ -169,7 +169,7 @@ def answer_metrics(models: AnswerModels) -> Iterator[Metric]:
 
     def answers() -> Mapping[tuple[str, str], float]:
         returned = {(name, "yes"): seen.returned[at] for at, name in enumerate(EXPECTED)}
-        return returned | {(name, "no"): seen.gone[at] for at, name in enumerate(EXPECTED)}
+        return returned | {(name, "no"): seen.given_up[at] for at, name in enumerate(EXPECTED)}
 
     yield Metric(
         PREFIX + "answers",

@@ -24,7 +24,7 @@ from sglang_hybrid.kernels.host_rows import read_rows, write_rows
 from sglang_hybrid.serving.device_streams import to_device
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
-from sglang_hybrid.storage.codecs.in_use import chosen
+from sglang_hybrid.storage.codecs.in_use import host_codecs
 
 
 class CodecRefused(ValueError):
@@ -57,17 +57,17 @@ def kv_tensors(buffer_info: Any, asked: str = "") -> list[list[Tensor]]:
 
 
 def _plan() -> CodecPlan:
-    return chosen() or CodecPlan()
+    return host_codecs() or CodecPlan()
 
 
 def coded_kv_pool(sglangs: type) -> type:
     """The class of KV's host pool, instead of SGLang's where copies are to be smaller."""
-    return sglangs if chosen() is None else CodedKVPool
+    return sglangs if host_codecs() is None else CodedKVPool
 
 
 def coded_state_pool(sglangs: type) -> type:
     """The class of states' host pool, instead of SGLang's where copies are to be smaller."""
-    return sglangs if chosen() is None else CodedStatePool
+    return sglangs if host_codecs() is None else CodedStatePool
 
 
 class _Coded:

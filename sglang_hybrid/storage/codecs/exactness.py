@@ -12,6 +12,6 @@ from sglang_hybrid.serving.stored_keys import exact_key
 from sglang_hybrid.storage.codecs.in_use import keeps_exact
 
 
-def apart_if_exact(extra_key: str | None, fields: CacheFields) -> str | None:
+def storage_key(extra_key: str | None, fields: CacheFields) -> str | None:
     """The extra key under which a request is stored (hooks/scheduling.py)."""
     return exact_key(extra_key) if fields.hints.exact and not keeps_exact() else extra_key

@@ -11,20 +11,20 @@ _chosen: CodecPlan | None = None
 _on_device: CodecPlan | None = None
 
 
-def use(plan: CodecPlan | None = None, on_device: CodecPlan | None = None) -> None:
+def set_codecs(plan: CodecPlan | None = None, device_codecs: CodecPlan | None = None) -> None:
     """Choose the codecs of the host pools that this process builds from now on, and those of
     entries which the device keeps coded; None is exact.
     """
     global _chosen, _on_device
-    _chosen, _on_device = _unless_exact(plan), _unless_exact(on_device)
+    _chosen, _on_device = _unless_exact(plan), _unless_exact(device_codecs)
 
 
-def chosen() -> CodecPlan | None:
+def host_codecs() -> CodecPlan | None:
     """The codecs of host pools; None: they are exact."""
     return _chosen
 
 
-def on_device() -> CodecPlan | None:
+def device_codecs() -> CodecPlan | None:
     """The codecs of entries that the device keeps coded, one for KV and one for states; None where
     it keeps none.
     """

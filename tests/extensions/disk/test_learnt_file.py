@@ -18,7 +18,7 @@ from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns.answer_models import LEAST_BYTES
 from sglang_hybrid.core.returns.answers import AnswerModel
 from sglang_hybrid.core.returns.hints import Hint
-from sglang_hybrid.core.returns.history import History, Learnt, TimeUnit
+from sglang_hybrid.core.returns.history import History, LearntHistory, TimeUnit
 from sglang_hybrid.core.returns.history_tree import HistoryNode, fingerprint_tokens
 from sglang_hybrid.extensions.disk.learnt_file import load, pack, save, unpack
 from sglang_hybrid.extensions.disk.object_file import BadFile
@@ -138,7 +138,7 @@ def names(tenants: str) -> set[str]:
 Change = Callable[[Any], Any]
 
 
-def damaged(learnt: Learnt, change: Change) -> bytes:
+def damaged(learnt: LearntHistory, change: Change) -> bytes:
     """A content with a right checksum, changed so that it contradicts itself."""
     content = msgspec.msgpack.decode(pack(learnt))
     change(content)
@@ -187,24 +187,24 @@ BAD_ANSWERS = [
 
 
 @pytest.fixture(scope="module")
-def learnt() -> Learnt:
+def learnt() -> LearntHistory:
     return taught(20)[0].export(NAMES)
 
 
 @pytest.mark.parametrize("at", range(len(BAD_ANSWERS)))
 def test_a_tenants_part_that_contradicts_itself_costs_no_other_part(
-    learnt: Learnt, at: int
+    learnt: LearntHistory, at: int
 ) -> None:
     found, unreadable = unpack(damaged(learnt, BAD_ANSWERS[at]))
     assert unreadable == 1 and set(found.answers) == names("b")
     (b,) = names("b")
-    assert pack(found) == pack(Learnt(learnt.classes, {b: learnt.answers[b]}))
+    assert pack(found) == pack(LearntHistory(learnt.classes, {b: learnt.answers[b]}))
     assert History().restore(found, NAMES)
 
 
 @pytest.mark.parametrize("at", range(len(BAD_CLASSES)))
 def test_classes_that_contradict_themselves_cost_no_tenant_anything(
-    learnt: Learnt, at: int
+    learnt: LearntHistory, at: int
 ) -> None:
     found, unreadable = unpack(damaged(learnt, BAD_CLASSES[at]))
     assert unreadable == 1 and set(found.answers) == names("ab")
@@ -213,7 +213,7 @@ def test_classes_that_contradict_themselves_cost_no_tenant_anything(
     assert not len(found.classes.classes) and not len(after.index.export().classes)
 
 
-def test_what_has_no_part_that_can_be_read_is_no_file(learnt: Learnt) -> None:
+def test_what_has_no_part_that_can_be_read_is_no_file(learnt: LearntHistory) -> None:
     def spoil(it: Any) -> None:
         BAD_CLASSES[0](it)
         for answers in it["learnt"]["answers"].values():

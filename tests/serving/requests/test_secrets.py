@@ -9,7 +9,7 @@ import pytest
 from sglang_hybrid.serving.requests.secrets import (
     hide_queries,
     read_key,
-    without_keys,
+    with_hidden_keys,
     words_without_keys,
 )
 
@@ -19,9 +19,9 @@ KEYS = {"api_key": "sk", "admin_api_key": "adm"}
 def test_arguments_are_told_without_keys() -> None:
     told = {"model_path": "/risk/task", "ssl_keyfile_password": None}
     hidden = dict.fromkeys(KEYS, "(hidden)")
-    assert without_keys({**KEYS, **told}) == {**hidden, **told}
-    assert without_keys(told) == told
-    assert without_keys(["sk"]) == ["sk"]
+    assert with_hidden_keys({**KEYS, **told}) == {**hidden, **told}
+    assert with_hidden_keys(told) == told
+    assert with_hidden_keys(["sk"]) == ["sk"]
 
 
 @pytest.mark.parametrize(

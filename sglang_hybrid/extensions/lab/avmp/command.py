@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from sglang_hybrid.core.options import MOST_PROCESSES, whole
+from sglang_hybrid.core.options import MOST_PROCESSES, integer
 from sglang_hybrid.core.programs import Parser
 from sglang_hybrid.extensions.lab.avmp.compare import (
     ALLOCATORS,
@@ -26,8 +26,8 @@ def main(arguments: Sequence[str]) -> int:
         description="Running requests in the AVMP paper's allocators and in one memory.",
     )
     about = "of each workload (%(default)s)"
-    parser.add_argument("--seeds", type=whole(1, MOST_SEEDS), default=3, help=about)
-    parser.add_argument("--workers", type=whole(1, MOST_PROCESSES), default=1, help="processes")
+    parser.add_argument("--seeds", type=integer(1, MOST_SEEDS), default=3, help=about)
+    parser.add_argument("--workers", type=integer(1, MOST_PROCESSES), default=1, help="processes")
     options = parser.parse_args(arguments)
     command = shlex.join(["python", "-m", "sglang_hybrid.replay", "avmp", *arguments])
     print(f"Command: `{command}`.\n")

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.named_files import read_json
-from sglang_hybrid.core.sentences import plain
+from sglang_hybrid.core.sentences import escape
 from sglang_hybrid.extensions.lab.simulation.traces.lines import whole_file, write_line
 
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
@@ -63,7 +63,7 @@ class PrefillTime:
     def read(cls, path: Path) -> PrefillTime:
         """The formula that `write` wrote. Raises FileError."""
         read = read_json(path, cls, "prefill time of fit_prefill.py")
-        return replace(read, about=plain(read.about))
+        return replace(read, about=escape(read.about))
 
     def write(self, path: Path) -> None:
         with whole_file(path) as file:

@@ -238,7 +238,7 @@ class DpRanks(Router):
         ranks = self._ranks = self._ranks or PrefixRanks(len(replicas))
         for load, replica in zip(ranks.loads, replicas, strict=True):
             tokens = round(replica.backlog(now) / replica.time.per_token)
-            load.on_told(now, replica.unfinished, tokens)
+            load.on_load_report(now, replica.unfinished, tokens)
         prompt = request.tokens[: request.input_len].tolist()
         return ranks.send(request.tenant, prompt, now, range(len(replicas)))
 

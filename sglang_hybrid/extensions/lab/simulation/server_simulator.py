@@ -164,7 +164,7 @@ class ServerSimulator(Simulator):
             if not self._grow(ticket, stop):
                 return
             grid, least = self.serving.grid, self.min_branch_tokens
-            ticket.plan.take_passed(self._slots, start, stop, grid, least)
+            ticket.plan.take_in_prefill(self._slots, start, stop, grid, least)
             ready = ticket.plan.take_ready(stop)
             if ready:
                 self._publish_states(ticket, ready)

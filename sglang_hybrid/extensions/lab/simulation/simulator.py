@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sglang_hybrid.core.checkpoints.admission import Prefill, screen
+from sglang_hybrid.core.checkpoints.admission import Prefill, screen_positions
 from sglang_hybrid.core.checkpoints.checkpoint_plan import hypothetical_node
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.records.nodes import Kind, Node
@@ -278,7 +278,7 @@ class Simulator:
 
     def _checkpoints(self, prefill: Prefill) -> dict[int, Kind]:
         branches = [(position, Kind.BRANCH) for position in prefill.branch_points()]
-        screened = screen(branches, prefill, self.min_branch_tokens)
+        screened = screen_positions(branches, prefill, self.min_branch_tokens)
         return {c.position: c.kind for c in screened if c.admitted}
 
     def _match_history(self, request: Request) -> HistoryMatch | None:

@@ -1,6 +1,6 @@
 """Sizes and bandwidths as they are written on a command line."""
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -18,7 +18,7 @@ def parse_bytes(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         size = -1
     if not 0 <= size <= MOST:
-        raise ValueError(f"{shown(text)} is no size; write 5GB, 1.5GiB or a number of bytes")
+        raise ValueError(f"{quote(text)} is no size; write 5GB, 1.5GiB or a number of bytes")
     return size
 
 
@@ -26,5 +26,5 @@ def parse_rate(text: str) -> float:
     """`25GB/s`, in bytes per second. Raises ValueError."""
     size, slash, per = text.strip().rpartition("/")
     if not slash or per != "s" or not (rate := parse_bytes(size)) > 0:
-        raise ValueError(f"{shown(text)} is no bandwidth; write 25GB/s")
+        raise ValueError(f"{quote(text)} is no bandwidth; write 25GB/s")
     return float(rate)

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_hybrid.core.records.shares import payer_of
 from sglang_hybrid.core.returns.hints import MOST_POSITIONS
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.extensions.schemas.declared.described import described
 from sglang_hybrid.extensions.schemas.declared.modular import Layout, ModularPrompt, modular
 from sglang_hybrid.extensions.schemas.declared.resolve import (
@@ -206,7 +206,7 @@ class Registry:
         found = self._own(tenant).get(name)
         if found is None:
             raise NoSchema(
-                f"there is no schema {shown(name)}; register it with POST /v1/prompt_schemas."
+                f"there is no schema {quote(name)}; register it with POST /v1/prompt_schemas."
             )
         return found
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from sglang_hybrid.core.named_files import read_text
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.extensions.schemas.declared.xml import MOST_BYTES, Element, parse
 
 LONGEST_NAME = 128
@@ -167,7 +167,7 @@ class _SchemaReader:
         else:
             if any(not isinstance(child, str) or child.strip() for child in element.children):
                 raise element.error(
-                    f"module {shown(name)} has src and a content; give one of them."
+                    f"module {quote(name)} has src and a content; give one of them."
                 )
             parts = (Text(self._file(element, source)),)
         return Module(name, parts, element.line)
@@ -187,7 +187,7 @@ class _SchemaReader:
             raise element.error("a <union> must have one module at least.")
         together = element.attributes.get("scaffold")
         if together is not None and together not in [module.name for module in modules]:
-            raise element.error(f"scaffold is {shown(together)}, which is no module of this union.")
+            raise element.error(f"scaffold is {quote(together)}, which is no module of this union.")
         return Union(tuple(modules))
 
     def _parameter(self, element: Element, scope: dict[str, int]) -> Parameter:
@@ -196,12 +196,12 @@ class _SchemaReader:
         length = element.attributes.get("length", "")
         if not LENGTH.match(length) or not 0 < int(length) <= LONGEST_PARAMETER:
             raise element.error(
-                f"length of parameter {shown(name)} is {shown(length)}; it must be a whole "
+                f"length of parameter {quote(name)} is {quote(length)}; it must be a whole "
                 f"number of tokens from 1 to {LONGEST_PARAMETER:,}."
             )
         if any(not isinstance(child, str) or child.strip() for child in element.children):
             raise element.error(
-                f"parameter {shown(name)} must be empty; its value comes with a prompt."
+                f"parameter {quote(name)} must be empty; its value comes with a prompt."
             )
         return Parameter(name, int(length), element.attributes.get("scaffold"), element.line)
 
@@ -209,7 +209,7 @@ class _SchemaReader:
         name = element.attributes.get("name", "")
         if not NAME.match(name) or name in RESERVED:
             raise element.error(
-                f"name of <{element.tag}> is {shown(name)}; it must begin with a letter or "
+                f"name of <{element.tag}> is {quote(name)}; it must begin with a letter or "
                 "underscore, go on with letters, digits, points, underscores and hyphens, be no "
                 f"longer than {LONGEST_NAME} characters, and be no word of the language."
             )
@@ -219,7 +219,7 @@ class _SchemaReader:
         name = self._name(element)
         if name in scope:
             raise element.error(
-                f"the name {shown(name)} was given on line {scope[name]} already; names beside "
+                f"the name {quote(name)} was given on line {scope[name]} already; names beside "
                 "each other must differ."
             )
         scope[name] = element.line
@@ -229,33 +229,33 @@ class _SchemaReader:
         for name in element.attributes:
             if name not in known:
                 raise element.error(
-                    f"<{element.tag}> has the attribute {shown(name)}; it can have "
+                    f"<{element.tag}> has the attribute {quote(name)}; it can have "
                     f"{', '.join(known) or 'none'}."
                 )
 
     def _file(self, element: Element, source: str) -> str:
         if self._folder is None:
             raise element.error(
-                f"src is {shown(source)}; this schema was not read from a folder, so put the text "
+                f"src is {quote(source)}; this schema was not read from a folder, so put the text "
                 "into the module."
             )
         try:
             path = (self._folder / source).resolve()
             if not path.is_relative_to(self._folder) or not path.is_file():
                 raise element.error(
-                    f"src is {shown(source)}, which is no file in the schema's folder."
+                    f"src is {quote(source)}, which is no file in the schema's folder."
                 )
             self._size += path.stat().st_size
             if self._size > MOST_BYTES:
                 raise element.error(
-                    f"with {shown(source)} the schema has {self._size:,} bytes; it may have "
+                    f"with {quote(source)} the schema has {self._size:,} bytes; it may have "
                     f"{MOST_BYTES:,} at most."
                 )
             return read_text(path, MOST_BYTES)
         except (OSError, ValueError) as error:
             if isinstance(error, type(element.error(""))):
                 raise
-            raise element.error(f"src is {shown(source)}, which cannot be read as text.") from None
+            raise element.error(f"src is {quote(source)}, which cannot be read as text.") from None
 
 
 def _modules(parts: tuple[Part, ...]) -> Iterator[Module]:

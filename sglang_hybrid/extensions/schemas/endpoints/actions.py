@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from sglang_hybrid.chats.fields import PromptSchema
 from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.core.returns.hints import IMPORT, PREWARM
-from sglang_hybrid.core.sentences import shown
-from sglang_hybrid.explain.prompt_route import is_asked_only
+from sglang_hybrid.core.sentences import quote
+from sglang_hybrid.explain.prompt_route import is_prompt_query
 from sglang_hybrid.extensions.schemas.endpoints.chat import prompt_of
 from sglang_hybrid.extensions.schemas.endpoints.prewarm import gone_from, turns_of
 from sglang_hybrid.serving.requests.fields import check_single
@@ -50,7 +50,7 @@ def imported_prompt(request: Any) -> Prompt | None:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the payload"
         raise ValueError(
-            f"{place} of {IMPORT} is {shown(first['input'])}: {first['msg']}."
+            f"{place} of {IMPORT} is {quote(first['input'])}: {first['msg']}."
         ) from None
     request.kv_hints = rest
     return prompt
@@ -77,7 +77,7 @@ async def take_turn(manager: TokenizerManager, request: Any, http: fastapi.Reque
     http: the HTTP request that it came with, if it did.
     """
     waits: Waits | None = getattr(request, "prewarm", None)
-    if waits is None or is_asked_only():
+    if waits is None or is_prompt_query():
         return
     tokens = 0 if waits.rate is None else await _length(manager, request)
     own = tenant_of_prompt(request)

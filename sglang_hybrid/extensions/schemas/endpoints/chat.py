@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_hybrid.chats.fields import ImportedModule, PromptSchema
 from sglang_hybrid.chats.rendering import encoding
-from sglang_hybrid.explain.prompt_route import is_asked_only
+from sglang_hybrid.explain.prompt_route import is_prompt_query
 from sglang_hybrid.extensions.schemas.declared.registry import Draft, Registry
 from sglang_hybrid.extensions.schemas.declared.resolve import Import, Piece, Prompt, read_prompt
 from sglang_hybrid.extensions.schemas.declared.roles import split_at
@@ -95,7 +95,7 @@ def begin_with_schema(manager: Any, adapted: Any, processed: Any) -> None:
         raise ValueError("prompt_schema is for chats of text; send images without it.")
     whole = apart.why_whole(manager) or ("" if beginning.plain else OTHER_FRAMES)
     expanded = registry_of(manager).counted(
-        beginning.draft, beginning.tokenized, whole=whole, counts=not is_asked_only()
+        beginning.draft, beginning.tokenized, whole=whole, counts=not is_prompt_query()
     )
     expanded.start = beginning.start
     if expanded.modular is not None:

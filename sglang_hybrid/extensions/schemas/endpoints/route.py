@@ -16,7 +16,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.core.records.pin import Priority
 from sglang_hybrid.core.returns.hints import IMPORT
-from sglang_hybrid.explain.prompt_route import is_asked_only
+from sglang_hybrid.explain.prompt_route import is_prompt_query
 from sglang_hybrid.extensions.schemas.declared.registry import NoSchema, Registry
 from sglang_hybrid.extensions.schemas.declared.resolve import read_prompt
 from sglang_hybrid.extensions.schemas.declared.xml import MOST_BYTES, MarkupError
@@ -287,7 +287,7 @@ async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     registry = registry_of(manager)
     prompt = read_prompt(asked) if isinstance(asked, str) else asked
     run = in_thread if registry.size(own, prompt.schema) > LONG else in_thread_if_long
-    counts = not is_asked_only()
+    counts = not is_prompt_query()
     expanded = await run(registry.expand, own, prompt, text=text, whole=whole, counts=counts)
     request.input_ids = expanded.tokenized.ids
     apart.ask(manager, request, expanded)

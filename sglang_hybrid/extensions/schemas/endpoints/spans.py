@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang_hybrid.core.extensions import guard
 from sglang_hybrid.core.returns.hints import MOST_POSITIONS, SEGMENTS
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.extensions.schemas.declared.modular import ModularPrompt, Segment
 from sglang_hybrid.extensions.schemas.declared.registry import modular_answer
 from sglang_hybrid.extensions.schemas.endpoints import apart
@@ -93,14 +93,14 @@ def read_spans(payload: Mapping[str, Any], prompt_len: int) -> list[Span]:
     said = payload.get("segments")
     if not isinstance(said, list) or not 0 < len(said) <= MOST_POSITIONS:
         raise ValueError(
-            f"segments of {SEGMENTS} is {shown(said)}; it must be a list of 1 to {MOST_POSITIONS} "
+            f"segments of {SEGMENTS} is {quote(said)}; it must be a list of 1 to {MOST_POSITIONS} "
             "spans."
         )
     spans: list[Span] = []
     for at, one in enumerate(said):
         if not isinstance(one, Mapping) or one.keys() != {"start", "end"}:
             raise ValueError(
-                f"segments[{at}] of {SEGMENTS} is {shown(one)}; it must be an object with start "
+                f"segments[{at}] of {SEGMENTS} is {quote(one)}; it must be an object with start "
                 "and end."
             )
         start, end = one["start"], one["end"]
@@ -111,7 +111,7 @@ def read_spans(payload: Mapping[str, Any], prompt_len: int) -> list[Span]:
             or not (least <= start <= end - SHORTEST and end < prompt_len)
         ):
             raise ValueError(
-                f"segments[{at}] of {SEGMENTS} is from {shown(start)} to {shown(end)}; in a prompt "
+                f"segments[{at}] of {SEGMENTS} is from {quote(start)} to {quote(end)}; in a prompt "
                 f"of {prompt_len:,} tokens it begins at {least:,} or behind that, has {SHORTEST} "
                 f"tokens at least, and ends before the last token, at {prompt_len - 1:,} or before."
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.extensions.schemas.declared.budget import saved
 from sglang_hybrid.extensions.schemas.declared.schema import (
     Module,
@@ -112,7 +112,7 @@ def _parameters(pieces: list[_Placed], total: int) -> Iterator[Finding]:
             yield Finding(
                 piece.line,
                 "early-parameter",
-                f"{behind:,} of {total:,} tokens come behind parameter {shown(piece.part.name)} "
+                f"{behind:,} of {total:,} tokens come behind parameter {quote(piece.part.name)} "
                 "and are computed again for each new value; move it to the end.",
             )
 
@@ -126,7 +126,7 @@ def _short_modules(
             yield Finding(
                 module.line,
                 "short-module",
-                f"module {shown(module.name)} has {tokens:,} tokens; a state takes the memory of "
+                f"module {quote(module.name)} has {tokens:,} tokens; a state takes the memory of "
                 f"{state_tokens:,} tokens of KV. Join it with a neighbour if it can be.",
             )
 
@@ -140,7 +140,7 @@ def _changing_text(pieces: list[_Placed], total: int) -> Iterator[Finding]:
             yield Finding(
                 piece.line,
                 "changing-text",
-                f"{shown(match[0])} looks like a date or an id; if it changes, everything behind "
+                f"{quote(match[0])} looks like a date or an id; if it changes, everything behind "
                 "it is computed again. Make it a parameter at the end.",
             )
 
@@ -211,5 +211,5 @@ def _lists(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
 
 def _name(part: Module | Union) -> str:
     if isinstance(part, Union):
-        return f"the union of {shown(part.modules[0].name)}"
-    return f"module {shown(part.name)}"
+        return f"the union of {quote(part.modules[0].name)}"
+    return f"module {quote(part.name)}"

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.traffic.requests import (
-    Fresh,
+    FreshTokens,
     Request,
     block_tokens,
     make_request,
@@ -26,14 +26,14 @@ MOONCAKE = TRACES / "mooncake_conversation_trace.jsonl.gz"
 PAPER = CostModel.paper_7b()
 
 
-def request(at: int, blocks: list[int], input_len: int, answer: int, fresh: Fresh) -> Request:
+def request(at: int, blocks: list[int], input_len: int, answer: int, fresh: FreshTokens) -> Request:
     prompt = block_tokens(blocks, 4)[:input_len]
     return make_request(at, 0, float(at), prompt, fresh.take(answer))
 
 
 def test_the_first_prompt_that_goes_on_tells_the_rest() -> None:
     """Prompts of 4 tokens a block: the second goes on from the first, the third from the second."""
-    fresh = Fresh()
+    fresh = FreshTokens()
     first = request(0, [1, 2], 6, 3, fresh)
     short = request(1, [1, 3], 8, 1, fresh)  # known to 8 tokens, where `first` ends at 9
     second = request(2, [1, 4, 5], 12, 2, fresh)
@@ -48,7 +48,7 @@ def test_the_first_prompt_that_goes_on_tells_the_rest() -> None:
 
 def test_it_is_what_its_definition_says() -> None:
     for seed in seeds(20):
-        rng, fresh = random.Random(seed), Fresh()
+        rng, fresh = random.Random(seed), FreshTokens()
         made: list[Request] = []
         for at in range(rng.randrange(1, 30)):
             blocks = [rng.randrange(2) for _ in range(rng.randrange(1, 6))]

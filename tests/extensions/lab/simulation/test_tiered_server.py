@@ -17,7 +17,7 @@ from sglang_hybrid.core.server_settings import ServedTiers, Serving, Split
 from sglang_hybrid.core.specs import Spec, make_policies
 from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Link, Speeds, Tier
-from sglang_hybrid.core.traffic.recorder import Finished, RequestWindow
+from sglang_hybrid.core.traffic.recorder import FinishedRequest, RequestWindow
 from sglang_hybrid.core.traffic.requests import Request, make_request
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.extensions.lab.simulation.system_names import parse_spec
@@ -145,9 +145,9 @@ def coded() -> Iterator[None]:
     from sglang_hybrid.storage.codecs.codecs import Codec
     from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 
-    in_use.use(CodecPlan.uniform(Codec.BF16))
+    in_use.set_codecs(CodecPlan.uniform(Codec.BF16))
     yield
-    in_use.use(CodecPlan())
+    in_use.set_codecs(CodecPlan())
 
 
 @pytest.mark.usefixtures("coded")
@@ -387,7 +387,7 @@ def test_the_tuner_compares_in_the_tiers_there_are_when_it_searches() -> None:
         tiers=lambda: tiers[len(windows)],
         search=search,
     )
-    recorded: list[Finished] = records(templates(30))
+    recorded: list[FinishedRequest] = records(templates(30))
     for record in recorded:
         tuner.on_request_end(record, evicted=True)
         tuner.wait()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from sglang_hybrid.core.records.nodes import Node
-from sglang_hybrid.core.tiers.places import Unit, copies_of, without_up_to
+from sglang_hybrid.core.tiers.places import Unit, copies_of, slower_tiers
 from sglang_hybrid.core.tiers.rates import Speeds, Tier
 from sglang_hybrid.core.tiers.tier_pool import TierPool
-from sglang_hybrid.core.tiers.writes import copy_saves, write_pays
+from sglang_hybrid.core.tiers.writes import copy_savings, write_pays
 from sglang_hybrid.extensions.lab.simulation.tiers.tiered_memory import TieredMemory
 
 
@@ -28,8 +28,8 @@ class PaperCopies:
 
     def _write_down(self, node: Node, unit: Unit, tier: Tier, below: Tier) -> None:
         copies, memory = copies_of(node), self._memory
-        kv = unit.kv and not without_up_to(copies.kv, tier)
-        state = unit.state and not without_up_to(copies.state, tier)
+        kv = unit.kv and not slower_tiers(copies.kv, tier)
+        state = unit.state and not slower_tiers(copies.state, tier)
         is_needed = kv and bool(node.children)
         if not (state or is_needed or (kv and node.has_state)):
             return  # it has copies, or nothing is resumed there
@@ -47,5 +47,5 @@ class PaperCopies:
         policy, memory = self._memory.pools[tier][1].policy, self._memory
         returns = policy.return_probability(node, memory.tree.clock)
         size = memory.cost.bytes_in(tier, kv * node.tokens, int(state))
-        saves = copy_saves(node, tier, memory.cost, self._speeds)
+        saves = copy_savings(node, tier, memory.cost, self._speeds)
         return returns is None or write_pays(size, saves, returns, tier, self._speeds)

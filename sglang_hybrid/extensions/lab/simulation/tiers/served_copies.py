@@ -135,7 +135,7 @@ class ServedCopies:
         copied = 0
         for each in missing:
             kv = not copies_of(each).has_kv(Tier.HOST)
-            state = lacks_copy(each) and self.judge.worth_resuming(each)
+            state = lacks_copy(each) and self.judge.is_resume_worth(each)
             if not memory.make_room_in(Tier.HOST, kv * each.tokens, int(state), [each]):
                 break
             memory.add_copy(each, Tier.HOST, kv=kv, state=state)

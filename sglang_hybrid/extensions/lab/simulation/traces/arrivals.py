@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.core.sentences import quote
 from sglang_hybrid.core.traffic.requests import MOST_TOKENS
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Skipped, TraceError, numbered_lines
 
@@ -45,11 +45,11 @@ class Draw:
             values = []
         if wanted.get(kind) != len(values) or not all(0 <= v < 1e9 for v in values):
             raise ValueError(
-                f"{shown(text)} is no distribution; write const:A, uniform:A:B, exp:MEAN, "
+                f"{quote(text)} is no distribution; write const:A, uniform:A:B, exp:MEAN, "
                 "poisson:MEAN or lognormal:MEDIAN:SIGMA, with numbers of 0 or more"
             )
         if kind == "uniform" and values[0] > values[1]:
-            raise ValueError(f"{shown(text)} begins above its end")
+            raise ValueError(f"{quote(text)} begins above its end")
         return cls(kind, *values)
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from sglang_hybrid.core.named_files import decode_as
 from sglang_hybrid.core.traffic.requests import (
     Count,
-    Fresh,
+    FreshTokens,
     Length,
     Number,
     Request,
@@ -71,7 +71,7 @@ class BlockReader:
         self.session_rate = session_rate
         self.rng = np.random.default_rng(seed)
         self._blocks: dict[tuple[object, ...], int] = {}
-        self._fresh = Fresh()
+        self._fresh = FreshTokens()
         self._session = -1
 
     def read(self, path: Path, limit: int | None = None) -> list[Request]:

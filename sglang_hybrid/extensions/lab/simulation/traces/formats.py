@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from sglang_hybrid.core.traffic.requests import (
-    Fresh,
+    FreshTokens,
     Request,
     make_request,
 )
@@ -64,7 +64,7 @@ class Format:
 
 def read_azure(path: Path, reading: Reading) -> list[Request]:
     """Azure's arrivals and lengths; every token is a new one, so nothing can be reused."""
-    azure, fresh = Azure.read(path, reading.limit, reading.skipped), Fresh()
+    azure, fresh = Azure.read(path, reading.limit, reading.skipped), FreshTokens()
     requests: list[Request] = []
     for arrival, prompt, answer in zip(azure.arrivals, azure.prompts, azure.answers, strict=True):
         tokens = fresh.take(prompt), fresh.take(answer)

@@ -15,7 +15,7 @@ from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.traffic.requests import (
     MOST_TOKENS,
     Count,
-    Fresh,
+    FreshTokens,
     Length,
     Number,
     Request,
@@ -135,7 +135,7 @@ def mooncake_lines(reading: Reading) -> Callable[[int, MooncakeLine], Request | 
     """`hash_ids` name blocks of 512 prompt tokens; answers get tokens of their own. Prompts longer
     than `max_input` are left out before `limit` counts.
     """
-    fresh = Fresh()
+    fresh = FreshTokens()
 
     def convert(number: int, line: MooncakeLine) -> Request | None:
         if reading.max_input is not None and line.input_length > reading.max_input:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from sglang_hybrid.core.named_files import MOST_BYTES, decode_as, open_named
-from sglang_hybrid.core.traffic.recorder import Finished
+from sglang_hybrid.core.traffic.recorder import FinishedRequest
 from sglang_hybrid.extensions.lab.simulation.traces.line_formats import (
     RecordedLine,
     packed,
@@ -60,11 +60,11 @@ class TraceFile:
         self.failure = ""
         self._file, self._start, self._size = _open(path)
         self._retry_at = 0.0
-        self._queue: queue.Queue[Finished | None] = queue.Queue(LONGEST_QUEUE)
+        self._queue: queue.Queue[FinishedRequest | None] = queue.Queue(LONGEST_QUEUE)
         self._thread = threading.Thread(target=self._write_all, name="hybrid-record", daemon=True)
         self._thread.start()
 
-    def add(self, record: Finished) -> None:
+    def add(self, record: FinishedRequest) -> None:
         try:
             self._queue.put_nowait(record)
         except queue.Full:
@@ -144,7 +144,7 @@ def check(path: Path) -> None:
         raise RecordingError(f"{path} exists and is no recording; give another file, or remove it.")
 
 
-def as_line(record: Finished, t: float) -> RecordedLine:
+def as_line(record: FinishedRequest, t: float) -> RecordedLine:
     """t: its arrival in seconds since the recording began."""
     tokens = record.tokens
     return RecordedLine(

@@ -11,7 +11,7 @@ from sglang_hybrid.core.costs.cost import UNBOUNDED
 from sglang_hybrid.core.returns.history import History, HistoryMatch
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.specs import Spec, make_policies
-from sglang_hybrid.core.traffic.recorder import Finished, RequestWindow
+from sglang_hybrid.core.traffic.recorder import FinishedRequest, RequestWindow
 from sglang_hybrid.core.traffic.requests import Request
 from sglang_hybrid.extensions.lab.simulation.device_memory import device_pools
 from sglang_hybrid.extensions.lab.simulation.server_simulator import ServerSimulator
@@ -149,7 +149,7 @@ class SimulatedTunedCache:
     def _record(self, request: Request, outcome: Outcome) -> None:
         self._ended += 1
         searching = self.tuner.searching
-        record = Finished(
+        record = FinishedRequest(
             request.tokens,
             request.input_len,
             request.arrival,

@@ -21,7 +21,7 @@ from sglang_hybrid.core.specs import PolicySwitch, Spec
 from sglang_hybrid.core.traffic.recorder import (
     MOST_RECORD_BYTES,
     MOST_REQUESTS,
-    Finished,
+    FinishedRequest,
     Recorder,
     RequestWindow,
     make_window,
@@ -149,7 +149,7 @@ class Tuner:
         self._seen_then = 0.0
         self._offer: PolicySwitch | None = None
 
-    def on_request_end(self, record: Finished, *, evicted: bool) -> None:
+    def on_request_end(self, record: FinishedRequest, *, evicted: bool) -> None:
         """A request ended. evicted: whether the cache ever had to evict."""
         self._recorder.add(record)
         self._ended += 1
@@ -221,7 +221,7 @@ class Tuner:
             return self.rules.window
         return min(max(self.rules.bootstrap * self._ended, self.rules.least), self.rules.most)
 
-    def _see(self, record: Finished) -> None:
+    def _see(self, record: FinishedRequest) -> None:
         self._seen.append((record.hit_len, record.input_len))
         self._seen_hits += record.hit_len
         self._seen_tokens += record.input_len
@@ -278,7 +278,7 @@ class Tuner:
         )
         self._thread.start()
 
-    def _run(self, records: list[Finished], counted: int, tiers: ServedTiers | None) -> None:
+    def _run(self, records: list[FinishedRequest], counted: int, tiers: ServedTiers | None) -> None:
         """Search, in a thread of its own. Whatever goes wrong there, the server goes on."""
         try:
             window = make_window(

@@ -12,7 +12,7 @@ import pytest
 from sglang_hybrid.cache.tuning import Tuning
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.core.specs import PolicySwitch
-from sglang_hybrid.core.traffic.recorder import Finished, make_window
+from sglang_hybrid.core.traffic.recorder import FinishedRequest, make_window
 from sglang_hybrid.extensions.lab.simulation.system_names import parse_spec
 from sglang_hybrid.extensions.lab.simulation.tuner.candidates import replay
 from sglang_hybrid.extensions.lab.simulation.tuner.tuned import switching
@@ -37,9 +37,9 @@ class Tuner:
     """Keeps what the cache tells a tuner."""
 
     def __init__(self) -> None:
-        self.records: list[Finished] = []
+        self.records: list[FinishedRequest] = []
 
-    def on_request_end(self, record: Finished, *, evicted: bool) -> None:
+    def on_request_end(self, record: FinishedRequest, *, evicted: bool) -> None:
         self.records.append(record)
 
     def on_adoption(self, switch: PolicySwitch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.core.traffic.recorder import Finished
+from sglang_hybrid.core.traffic.recorder import FinishedRequest
 from sglang_hybrid.extensions.lab.simulation.traces.formats import read_trace
 from sglang_hybrid.extensions.lab.simulation.traces.lines import Reading
 from sglang_hybrid.extensions.lab.simulation.tuner import trace_file
@@ -26,7 +26,7 @@ from sglang_hybrid.extensions.lab.simulation.tuner.trace_file import (
 from tests.extensions.lab.simulation.tuner.traffic import records, templates
 
 
-def record(path: Path, some: Sequence[Finished]) -> TraceFile:
+def record(path: Path, some: Sequence[FinishedRequest]) -> TraceFile:
     """`some` written to `path`, which is closed."""
     file = TraceFile(path)
     for one in some:

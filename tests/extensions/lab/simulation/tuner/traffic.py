@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Serving, Split
-from sglang_hybrid.core.traffic.recorder import Finished, RequestWindow
+from sglang_hybrid.core.traffic.recorder import FinishedRequest, RequestWindow
 from sglang_hybrid.core.traffic.requests import Request, make_request
 
 COST = CostModel(linear=1_000, quadratic=3, windows=(), kv_bytes_per_token=8, state_bytes=4_096)
@@ -70,9 +70,9 @@ def window(prompts: Sequence[list[int]]) -> RequestWindow:
     return RequestWindow(requests(prompts), COST, POOLS, len(prompts) // 2, 16, Serving())
 
 
-def records(prompts: Sequence[list[int]], hit_rate: float = 0.0) -> list[Finished]:
+def records(prompts: Sequence[list[int]], hit_rate: float = 0.0) -> list[FinishedRequest]:
     return [
-        Finished(
+        FinishedRequest(
             r.tokens,
             r.input_len,
             r.arrival,
