@@ -30,8 +30,8 @@ _IDS: Final = 2**31
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
     """Token ids as runs of consecutive ones: rising, or falling where they are negative. Blocks
-    that a trace names are such runs, and what `FreshTokens` gives. packed: int32 [2, runs], the first
-    id and the length of each.
+    that a trace names are such runs, and what `FreshTokens` gives. packed: int32 [2, runs], the
+    first id and the length of each.
     """
 
     packed: bytes
