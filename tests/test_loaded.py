@@ -42,7 +42,8 @@ LATER = {
         *("cache.queue.served_queue", "cache.request.full_hits", "cache.request.segments"),
         *("cache.split_watch", "cache.tiers.codec_choice", "cache.tuning"),
         *("core.programs", "core.traffic.recorder", "core.victims.coding", "storage.codecs.codecs"),
-        *("explain.explanation", "explain.miss_report", "explain.prefix_tiers"),
+        *("explain.changing_text", "explain.explanation", "explain.miss_report"),
+        "explain.prefix_tiers",
         *("serving.http_tenants", "serving.telemetry.metrics", "serving.warm_up"),
     )
 }

@@ -19,7 +19,6 @@ from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.records.latest import Latest
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.victims.pool import Scarce
-from sglang_hybrid.explain.changing_text import find_changing_text
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     NAME_LENGTH,
@@ -217,6 +216,8 @@ class DecisionLog:
         prompt that were sent before as they are. Prompts whose prefill has not begun left nothing
         that it could have hit.
         """
+        from sglang_hybrid.explain.changing_text import find_changing_text
+
         earlier = (seen.tokens for seen in self.recent.newest(whose) if seen.report.started)
         missed = len(prompt) - 1 - hit
         found = find_changing_text(prompt, start, missed, earlier)

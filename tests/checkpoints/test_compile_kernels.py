@@ -187,7 +187,7 @@ def test_the_start_of_a_server_compiles_where_prefills_leave_states(
     }
     for name, answer in answers.items():
         monkeypatch.setattr(factory, name, lambda *given, a=answer, **named: a)
-    monkeypatch.setattr(in_use, "use", lambda codecs, on_device: None)
+    monkeypatch.setattr(in_use, "set_codecs", lambda *_: None)
     schedule = SimpleNamespace(disable_overlap_schedule=True)
     monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: schedule)
     monkeypatch.setattr("sglang_hybrid.cache.sizes.cost_of_model", lambda config: None)

@@ -71,7 +71,7 @@ is 2,000, and 400 in runs of 600. After a flush, nodes of the tree before it are
 RECORDS = {
     "sglang_hybrid.core.returns.answers.Answer",
     "sglang_hybrid.core.returns.history_tree.HistoryNode",
-    "sglang_hybrid.core.traffic.recorder.Finished",
+    "sglang_hybrid.core.traffic.recorder.FinishedRequest",
     "sglang_hybrid.core.traffic.requests.Request",  # a window, while splits are compared
     "sglang_hybrid.core.server_settings.Split",  # the room that a finished request left
 }

@@ -431,37 +431,6 @@ def test_who_joins_while_the_last_one_leaves_is_told(monkeypatch: pytest.MonkeyP
     asyncio.run(look())
 
 
-def test_a_browser_that_connects_again_shows_nothing_twice(browser: Any) -> None:
-    root = [0, -1, 0, "", "", 0, 0.0, 0.0, 0, -1, None]
-    request = {"event": "request", "request": "a", "tenant": "", "at": 1.0, "route": "", "hit": 0}
-    request |= {"prompt": 9, "kv_only": 0, "missed": "nothing", "path": []}
-    past = {"rank": 0, "samples": [{"time": 1.0, "clock": 1.0}], "events": [request]}
-    whole = [{"rank": 0, "start": True, "nodes": [root]}, past]
-    stream = b"retry: 50\n\n" + b"".join(map(watch._event, whole))
-    connected = 0
-
-    def answer(route: Any) -> None:
-        nonlocal connected
-        path = route.request.url.partition("/hybrid_cache/")[2]
-        if path == "changes":
-            connected += 1
-            route.fulfill(body=stream, content_type="text/event-stream")
-        elif path == "static/style.css":
-            route.fulfill(body="")
-        else:
-            route.fulfill(path=FILES / (path.removeprefix("static/") or "index.html"))
-
-    opened = browser.new_page()
-    opened.route("**/*", answer)
-    opened.goto("http://a-server/hybrid_cache/")
-    while connected < 3:
-        opened.wait_for_timeout(20)
-    opened.wait_for_function("hybrid.ranks[0]?.requests.length > 0")
-    counts = "[hybrid.ranks[0].requests.length, hybrid.ranks[0].samples.length]"
-    assert opened.evaluate(counts) == [1, 1]
-    opened.close()
-
-
 @pytest.mark.parametrize(
     ("path", "sent", "comes"),
     [
@@ -521,3 +490,34 @@ def test_an_id_that_no_node_can_have_is_refused(monkeypatch: pytest.MonkeyPatch)
     asked = {node: client.get(f"/hybrid_cache/nodes/0/{node}") for node in (7, 2**64, -(2**64))}
     assert [answer.status_code for answer in asked.values()] == [200, 422, 422]
     assert "gone" in asked[7].json()
+
+
+def test_a_browser_that_connects_again_shows_nothing_twice(browser: Any) -> None:
+    root = [0, -1, 0, "", "", 0, 0.0, 0.0, 0, -1, None]
+    request = {"event": "request", "request": "a", "tenant": "", "at": 1.0, "route": "", "hit": 0}
+    request |= {"prompt": 9, "kv_only": 0, "missed": "nothing", "path": []}
+    past = {"rank": 0, "samples": [{"time": 1.0, "clock": 1.0}], "events": [request]}
+    whole = [{"rank": 0, "start": True, "nodes": [root]}, past]
+    stream = b"retry: 50\n\n" + b"".join(map(watch._event, whole))
+    connected = 0
+
+    def answer(route: Any) -> None:
+        nonlocal connected
+        path = route.request.url.partition("/hybrid_cache/")[2]
+        if path == "changes":
+            connected += 1
+            route.fulfill(body=stream, content_type="text/event-stream")
+        elif path == "static/style.css":
+            route.fulfill(body="")
+        else:
+            route.fulfill(path=FILES / (path.removeprefix("static/") or "index.html"))
+
+    opened = browser.new_page()
+    opened.route("**/*", answer)
+    opened.goto("http://a-server/hybrid_cache/")
+    while connected < 3:
+        opened.wait_for_timeout(20)
+    opened.wait_for_function("hybrid.ranks[0]?.requests.length > 0")
+    counts = "[hybrid.ranks[0].requests.length, hybrid.ranks[0].samples.length]"
+    assert opened.evaluate(counts) == [1, 1]
+    opened.close()
