@@ -32,7 +32,7 @@ from sglang_hybrid.explain.render import render
 from sglang_hybrid.serving.answers import read_answer
 from sglang_hybrid.serving.requests.secrets import read_key
 
-OF_THE_PROMPT = (
+PROMPT_FIELDS = (
     *("messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs"),
     *("continue_final_message", "response_format", "task", "thinking"),
 )
@@ -92,7 +92,7 @@ def _tokens(server: Connection, options: argparse.Namespace, chat: dict[str, Any
     if options.input_ids is not None:
         return _numbers(options.input_ids)
     if chat:
-        body = {name: chat[name] for name in OF_THE_PROMPT if name in chat}
+        body = {name: chat[name] for name in PROMPT_FIELDS if name in chat}
     elif options.prompt_file is not None:
         body = {"prompt": read_text(options.prompt_file)}
     else:

@@ -241,7 +241,7 @@ def given(options: argparse.Namespace) -> set[str]:
     return {name for name, value in vars(options).items() if value != usual[name]}
 
 
-def demand_effects(options: argparse.Namespace) -> None:
+def reject_useless_options(options: argparse.Namespace) -> None:
     """Raises UsageError for an option that would do nothing beside the others."""
     named = given(options)
     there = {_flag(name) for name in named}
@@ -261,11 +261,12 @@ def demand_effects(options: argparse.Namespace) -> None:
                 raise UsageError(f"{beside} does not go with {_flag(name)}, which would do nothing")
 
 
-def demand_read(options: argparse.Namespace, how: Format) -> None:
+def reject_useless_reading(options: argparse.Namespace, how: Format) -> None:
     """Raises UsageError for an option of reading that this format has no use for."""
     drawn = {"seed"} if options.hints in DRAWN else set()
+    useless = given(options) - drawn - {*how.options}
     for name in OF_FORMATS:
-        if name in given(options) - drawn and name not in how.options:
+        if name in useless:
             raise UsageError(f"{_flag(name)} does nothing with a trace in format {how.name}")
 
 
@@ -278,7 +279,7 @@ def traffic_of(options: argparse.Namespace, console: Console) -> Sequence[Reques
     skipped = Skipped(options.skip_bad)
     if options.generate is None:
         how = recognise(options.trace) if options.format is None else FORMATS[options.format]
-        demand_read(options, how)
+        reject_useless_reading(options, how)
         rate = 1.0 if options.session_rate is None else options.session_rate
         reading = Reading(
             options.limit,

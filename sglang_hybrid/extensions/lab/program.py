@@ -15,11 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sglang_hybrid.core.programs import program
 from sglang_hybrid.core.sentences import escape
 from sglang_hybrid.extensions.lab.command_line import (
-    demand_effects,
-    demand_read,
     jobs_of,
     name_of,
     parser,
+    reject_useless_options,
+    reject_useless_reading,
     specs,
     traffic_of,
 )
@@ -48,7 +48,7 @@ def _main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     to_stdout = options.json is not None and str(options.json) == "-"
     console = Console(stderr=to_stdout, markup=False, emoji=False)
     name = name_of(options)
-    demand_effects(options)
+    reject_useless_options(options)
     if options.model is None and options.profile is None and options.record is None:
         console.print(ASSUMED)
     if options.follow:
@@ -73,7 +73,7 @@ def _main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _follow(options: argparse.Namespace, console: Console) -> int:
     from sglang_hybrid.extensions.lab import shadow
 
-    demand_read(options, FORMATS["recorded"])
+    reject_useless_reading(options, FORMATS["recorded"])
     options.instant = True
     options.policy = options.policy or specs(shadow.POLICIES)
     shadow.follow(options.trace, jobs_of(options, "live"), options.metrics_port, console)

@@ -43,12 +43,12 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     return await asyncio.get_running_loop().run_in_executor(_threads(), call)
 
 
-async def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def in_side_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """As `in_thread`, in one thread for what a client asks about what it has stored, which may take
     many seconds: no prompt waits for it.
     """
     call = in_context(function, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_aside(), call)
+    return await asyncio.get_running_loop().run_in_executor(_side_thread(), call)
 
 
 async def in_thread_if_long(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -81,8 +81,8 @@ def threads() -> ThreadPoolExecutor | None:
 
 
 @cache
-def _aside() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "aside")
+def _side_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "side")
 
 
 @cache

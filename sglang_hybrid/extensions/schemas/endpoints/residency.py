@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang_hybrid.explain.ranks import ask_ranks, has_our_cache
 from sglang_hybrid.extensions.schemas.declared.registry import Registered, Registry
 from sglang_hybrid.extensions.schemas.declared.tree import PrefixNode, as_imports, prefix_tree
-from sglang_hybrid.serving.requests.long_requests import aside
+from sglang_hybrid.serving.requests.long_requests import in_side_thread
 from sglang_hybrid.serving.stored_keys import stored_under
 from sglang_hybrid.serving.tenants import Tenant
 
@@ -45,7 +45,7 @@ async def residency(
     if not has_our_cache(manager):
         return None
     try:
-        prefixes, more = await aside(_likeliest, registry, registered)
+        prefixes, more = await in_side_thread(_likeliest, registry, registered)
     except ValueError:  # there are too many to weigh
         return None
     places = await _places(manager, own, prefixes)

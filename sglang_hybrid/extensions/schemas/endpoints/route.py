@@ -33,7 +33,7 @@ from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.fields import check_single
 from sglang_hybrid.serving.requests.long_requests import (
     LONG,
-    aside,
+    in_side_thread,
     in_thread,
     in_thread_if_long,
 )
@@ -158,7 +158,7 @@ async def one_schema(name: str, own: Own) -> JSONResponse:
     """
     registry = _registry()
     found = registry.get(own, name)
-    told = await aside(found.as_dict)
+    told = await in_side_thread(found.as_dict)
     places = await residency(_manager(), registry, own, found)
     return JSONResponse({**told, "residency": places})
 
@@ -184,20 +184,20 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
     own = tenant(asked.extra_key, asked.cache_salt)
     registered = registry.get(own, name)
     if asked.mode == "modular":
-        layout = await aside(registry.layout, registered)
+        layout = await in_side_thread(registry.layout, registered)
         return JSONResponse(await apart.compute_all(manager, own, layout, request))
     rate, pinned = _checked(asked)
     sizes = await _sizes(manager)
     if not sizes:
         raise ValueError("this server does not run sglang_hybrid's cache.")
-    plan = await aside(
+    plan = await in_side_thread(
         prewarming.plan_for,
         registered,
         _budget(asked, sizes),
         sizes["state_bytes"],
         sizes["kv_bytes_per_token"],
     )
-    prompts = await aside(prewarming.prompts_for, registry, registered, plan.nodes)
+    prompts = await in_side_thread(prewarming.prompts_for, registry, registered, plan.nodes)
     await prewarming.prefill(manager, own, prompts, rate, pinned, request)
     return JSONResponse(
         {
@@ -251,7 +251,7 @@ async def lint_schema(name: str, own: Own) -> JSONResponse:
     found = registry.get(own, name)
     sizes = await _sizes(_manager())
     kv = sizes.get("kv_bytes_per_token") or 0
-    findings = await aside(
+    findings = await in_side_thread(
         lint,
         found.schema,
         found.length,
