@@ -32,8 +32,7 @@ by an import.
 TEST = "PYTEST_CURRENT_TEST"
 """Set by pytest, another one for each test."""
 
-SPAWNING = {"--hybrid-ui", "--tokenizer-worker-num"}
-"""Flags of servers that are spawned: an import adds the page's routes, and workers import anew."""
+PAGE = "--hybrid-ui"
 
 MODULE = "tests.server.forked"
 
@@ -139,13 +138,13 @@ def fork_server(environment: dict[str, str]) -> ForkServer:
 
 def start(server: ServerProcess) -> None:
     """`ServerProcess.start` that forks where it can: not other programs, not SGLang without us, not
-    where processes are to be spawned, and not with a flag of SPAWNING.
+    where processes are to be spawned, and not with a page, whose routes an import adds.
     """
     python, _, module, *arguments = server._command
     environment = server._environment
     spawns = environment.get("TEST_SERVERS") == "spawn"
     with_us = module.startswith(("sglang_hybrid.", "tests."))
-    forks = not spawns and python == sys.executable and with_us and not SPAWNING & {*arguments}
+    forks = not spawns and python == sys.executable and with_us and PAGE not in arguments
     if not forks:
         start_by_python(server)
         return
